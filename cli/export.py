@@ -1,0 +1,23 @@
+"""`swiftlite export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftlite.cli.options import Debug, Device
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or one of its checkpoints.")],
+    format: Annotated[str, typer.Option(help="adapter or merged; see `swiftlite explain export.formats`.")],
+    dtype: Annotated[str, typer.Option(help="auto (the base's), bf16, fp16 or fp32.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Folder to write; default: beside the run's checkpoints.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Write and verify an adapter or merged weights."""
+    from swiftlite import api
+
+    api.export(run, format=format, dtype=dtype, output=output, overwrite=overwrite, device=device)

@@ -1,0 +1,6 @@
+"""`python -m swiftlite`."""
+
+from swiftlite.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""From a conversation to ids and labels: the one place of masks, used by train, eval, check, chat and export alike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.data.formats import Conversation, RowError, read_messages
+from swiftlite.data.template import CHATML_LITE, Message, Span, Template
+from swiftlite.recipe.errors import DataError, ModelError
+
+IGNORE = -100
+TrainOn = Literal["assistant", "last", "all", "completion"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """A row as the model gets it; `labels[t]` is `input_ids[t]` where that token is trained, else IGNORE (unshifted).
+
+    Nothing predicts the first token, so `labels[0]` is always IGNORE.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    source: str
+
+    @property
+    def trained(self) -> int:
+        return len(self.labels) - self.labels.count(IGNORE)
+
+
+class Renderer:
+    """Renders rows with one tokenizer and its chat template.
+
+    Chat rows get the ids of `apply_chat_template`, tokenised once. Text and prompt/completion text get the tokenizer's bos
+    once, if it adds one, and its eos at the end, which is trained.
+
+    Args:
+        chat_template: replaces the tokenizer's template.
+        vocab_size: ids that the model has, for rows made of ids; default the tokenizer's.
+
+    Raises:
+        ModelError: the tokenizer cannot tell which characters a token came from.
+        RecipeError: wrong template or template_kwargs.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train_on: TrainOn = "assistant",
+        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if not tokenizer.is_fast:
+            what = f"{type(tokenizer).__name__} is a slow tokenizer and gives no character offsets, so masks cannot be proven."
+            raise ModelError(what, where=tokenizer.name_or_path or None, fix="Use a model folder with a tokenizer.json.")
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        self.template_kwargs = dict(template_kwargs or {})
+        self.notes: list[str] = []
+        self.vocab_size = vocab_size or len(tokenizer)
+        self.eos: int | None = tokenizer.eos_token_id
+        self.bos: list[int] = self._added_in_front()
+        self._chat_template = chat_template
+        self._templates: dict[str, Template] = {}
+
+    @property
+    def template(self) -> str | dict[str, str] | None:
+        """The chat template in use, to be exported with the model; None where there is none and no chat row asked for one."""
+        return self._chat_template or self.tokenizer.chat_template
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """End-of-turn tokens that were proven so far, and eos."""
+        tokens = {token for template in self._templates.values() for token in template.stop_tokens}
+        ids = {self.tokenizer.added_tokens_encoder[token] for token in tokens}
+        return ids | ({self.eos} if self.eos is not None else set())
+
+    def sample(self, conv: Conversation) -> Sample:
+        """Ids and labels of one row.
+
+        Raises:
+            RowError: the row cannot be rendered, or what is trained cannot be proven.
+            DataError: `train_on` means nothing for rows of this kind.
+        """
+        if self.train_on == "completion" and conv.kind == "chat" and conv.completion_from is None:
+            fix = "Use data.train_on: last to train the last answer, or assistant for all."
+            raise DataError("chat rows have no completion.", where=f"{conv.source}: data.train_on", fix=fix)
+        ids, labels = {"chat": self._chat, "tokens": self._tokens}.get(conv.kind, self._text)(conv)
+        if labels:
+            labels[0] = IGNORE
+        return Sample(ids, labels, conv.source)
+
+    def prompt(self, messages: Sequence[Message] | str, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids to generate from: the template with its generation prompt, or plain text behind the tokenizer's bos."""
+        if isinstance(messages, str):
+            return self._with_bos(self._encode(messages)[0])
+        text = self._template_for(tools).render(read_messages(list(messages)), tools, prompt=True)
+        return self._encode(text)[0]
+
+    def _chat(self, conv: Conversation) -> tuple[list[int], list[int]]:
+        turns = [i for i, message in enumerate(conv.messages) if message["role"] == "assistant"]
+        first = conv.completion_from or 0
+        if self.train_on == "last" and turns:
+            first = max(first, turns[-1])
+        elif self.train_on == "all":
+            first = len(conv.messages)  # nothing to prove: every token is trained
+        text, spans = self._template_for(conv.tools).turns(conv.messages, conv.tools, first)
+        if self.train_on == "all":
+            spans = [(0, len(text))]
+        ids, offsets = self._encode(text)
+        return ids, label_spans(text, ids, offsets, spans)
+
+    def _text(self, conv: Conversation) -> tuple[list[int], list[int]]:
+        text = conv.text if conv.kind == "text" else conv.prompt + conv.completion
+        ids, offsets = self._encode(text)
+        whole = conv.kind == "text" or self.train_on == "all"
+        labels = label_spans(text, ids, offsets, [(0 if whole else len(conv.prompt), len(text))])
+        bos = len(self._with_bos(ids)) - len(ids)
+        ids, labels = self._with_bos(ids), [IGNORE] * bos + labels
+        if self.eos is not None and text and ids[-1:] != [self.eos]:
+            ids, labels = [*ids, self.eos], [*labels, self.eos]
+        return ids, labels
+
+    def _tokens(self, conv: Conversation) -> tuple[list[int], list[int]]:
+        labels = conv.labels if conv.labels is not None else conv.input_ids
+        for name, values in (("input_ids", conv.input_ids), ("labels", [i for i in labels if i != IGNORE])):
+            wrong = next((i for i in values if not 0 <= i < self.vocab_size), None)
+            if wrong is not None:
+                raise RowError("not tokens", f"{name} holds {wrong}; the model has ids 0 to {self.vocab_size - 1}")
+        return list(conv.input_ids), list(labels)
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        """Ids and the characters [start, end) that each came from, without bos or eos of the tokenizer's own."""
+        try:
+            out = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            )
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RowError("not text", f"the text holds half of a character (a lone surrogate): {error}") from error
+        return out["input_ids"], out["offset_mapping"]
+
+    def _added_in_front(self) -> list[int]:
+        plain, full = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        return next((full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain), [])
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self.bos)] == self.bos else self.bos + ids
+
+    def _template_for(self, tools: list[dict[str, Any]] | None) -> Template:
+        if self.template is None:
+            self._chat_template = self._chatml_lite()
+        text = self.tokenizer.get_chat_template(self._chat_template, tools)
+        if text not in self._templates:
+            self._templates[text] = Template(text, self.tokenizer, self.template_kwargs)
+            self._note(self._templates[text])
+        return self._templates[text]
+
+    def _chatml_lite(self) -> str:
+        if self.eos is None:
+            what = "the tokenizer has neither a chat template nor an eos token to close turns with."
+            raise DataError(what, fix="Give a template with data.chat_template.")
+        self.notes.append("the model has no chat template: swiftlite's own 'chatml-lite' is used and exported with the model")
+        return ("{{ bos_token }}" if self.bos and self.bos == [self.tokenizer.bos_token_id] else "") + CHATML_LITE
+
+    def _note(self, template: Template) -> None:
+        shape, bos = template.shape, self.tokenizer.bos_token
+        if shape.closing is None and not shape.ending_closes:
+            self.notes.append("the chat template writes no control token behind an answer: the model is not taught where to stop")
+        if shape.header.strip():
+            self.notes.append(f"the chat template writes {shape.header!r} before answers, not in its generation prompt: trained")
+        if self.bos and bos and "bos_token" not in template.text and bos not in template.text:
+            self.notes.append(f"the tokenizer puts {bos} in front of plain text, the chat template does not: chat rows have none")
+
+
+def label_spans(text: str, ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
+    """Labels that train the tokens of `spans` (characters, ascending) and no other.
+
+    A token counts by its first character that is not white space: a merge over a border (a header's newline with an
+    answer's) belongs to the side that its visible text is on.
+    """
+    labels = [IGNORE] * len(ids)
+    span, edge = 0, 0
+    for t, (start, end) in enumerate(offsets):
+        # Byte-level tokenizers with trim_offsets give a token of white space no width, at its end.
+        start, edge = (edge if start == end else start), max(edge, end)
+        word = text[start:end]
+        visible = len(word) - len(word.lstrip())
+        at = start + visible if visible < len(word) else start
+        while span < len(spans) and at >= spans[span][1]:
+            span += 1
+        if span == len(spans):
+            break
+        if at >= spans[span][0]:
+            labels[t] = ids[t]
+    return labels

@@ -1,0 +1,199 @@
+"""Builds a model in one written order; every step says why it stands where it does."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from swiftlite.dist import shard as sharding
+from swiftlite.dist.strategies import Strategy
+from swiftlite.dist.world import World, join
+from swiftlite.models import adapters, head, weights
+from swiftlite.models.families.family import Family
+from swiftlite.models.families.attention import attention_for
+from swiftlite.models.families.lookup import auto_class, family_for
+from swiftlite.models.sources import ModelFiles, open_weights
+from swiftlite.models.tokenizer import init_new_rows, new_rows
+from swiftlite.recipe.errors import ModelError
+from swiftlite.recipe.schema import Recipe
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of a run: what matrices are multiplied in, and what trainable weights are kept in."""
+
+    name: str
+    compute: torch.dtype
+    master: torch.dtype
+
+    @classmethod
+    def of(cls, wanted: str, device: torch.device) -> "Precision":
+        """Resolves train.precision; auto is bf16 on a GPU that has it, else fp32."""
+        if wanted == "auto":
+            wanted = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        compute = DTYPES[wanted.removesuffix("_pure")]
+        return cls(wanted, compute, compute if wanted == "bf16_pure" else torch.float32)
+
+
+@dataclass
+class Built:
+    """A model on its way to training. `root` is the Hugging Face model itself, trained in place; `peft` the handle on its adapters."""
+
+    root: Any
+    family: Family
+    blocks: list[str]
+    peft: PeftModel | None
+    new_rows: int
+    base_dtype: torch.dtype
+    notes: list[str] = field(default_factory=list)
+
+
+def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
+    """The model's config with model.config_overrides applied, and notes on what was changed beside them.
+
+    The model's own dropout is switched off unless an override asks for it: with it no two splits of a batch would learn the same.
+
+    Raises:
+        ModelError: when the config cannot be read.
+    """
+    overrides = recipe.model.config_overrides
+    try:
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError) as e:
+        raise ModelError(f"config.json cannot be used: {str(e).splitlines()[0]}", where=files.folder) from e
+    text, notes = config.get_text_config(), []
+    for name, value in overrides.items():
+        setattr(text if hasattr(text, name) and not hasattr(config, name) else config, name, value)
+    dropped = [k for k, v in text.to_dict().items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 and k not in overrides]
+    for name in dropped:
+        setattr(text, name, 0.0)
+    if dropped:
+        notes.append(f"the model's own dropout is off ({', '.join(dropped)}); set it in model.config_overrides to use it")
+    text.use_cache = config.use_cache = False
+    return config, notes
+
+
+def skeleton(files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: torch.device) -> Built:
+    """The model on meta with its adapters: steps 1 to 3 of the build. Costs no memory, so `check` uses it too.
+
+    Raises:
+        ModelError, RecipeError: when the class cannot be served, or targets or patterns match nothing.
+    """
+    config, notes = load_config(files, recipe)
+    family = family_for(config)
+    attention = attention_for(config, device.type, recipe.model.attn_implementation)
+    base_dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    text = config.get_text_config()
+    grown = new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0
+    text.vocab_size += grown
+    # 1. Modules on meta: no memory, no random numbers; frozen weights are kept in the compute type.
+    with torch.device("meta"):
+        root = auto_class(config).from_config(
+            config, dtype=precision.compute, attn_implementation=attention, trust_remote_code=recipe.model.trust_remote_code
+        )
+        root.tie_weights()
+    blocks = family.blocks(root)
+    family.freeze(root)
+    built = Built(root, family, blocks, None, grown, base_dtype, notes)
+    # 2. Adapters come before sharding: afterwards they would stay plain tensors, and never be reduced.
+    if recipe.lora is not None:
+        built.peft, extra = adapters.attach(root, recipe, family, files, tokenizer)
+        built.notes += extra
+    else:
+        adapters.select_trainable(root, recipe.train.trainable, family)
+    # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them to compute.
+    for parameter in root.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(precision.master)
+    return built
+
+
+class _Grown:
+    """A lazy checkpoint tensor with rows for added tokens behind its own."""
+
+    def __init__(self, source: Any, rows: int, seed: int) -> None:
+        self.source, self.rows, self.seed = source, rows, seed
+
+    def get_shape(self) -> list[int]:
+        first, *rest = self.source.get_shape()
+        return [first + self.rows, *rest]
+
+    def get_dtype(self) -> Any:
+        return self.source.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        old: Tensor = self.source[...]
+        whole = torch.cat([old, old.new_empty(self.rows, *old.shape[1:])])
+        init_new_rows(whole, len(old), self.seed)
+        return whole[index]
+
+
+def _grow(root: Any, tensors: dict[str, Any], rows: int, seed: int) -> dict[str, Any]:
+    """Gives the embedding and head tensors of a checkpoint the rows of added tokens."""
+    modules = {id(m) for m in (root.get_input_embeddings(), root.get_output_embeddings()) if m is not None}
+    ends = {name.split(".")[-1] for name, m in root.named_modules() if id(m) in modules or id(getattr(m, "original_module", None)) in modules}
+    old = root.config.get_text_config().vocab_size - rows
+
+    def grows(name: str) -> bool:
+        parts = name.split(".")
+        return parts[-1] in ("weight", "bias") and len(parts) > 1 and parts[-2] in ends
+
+    return {n: _Grown(t, rows, seed) if grows(n) and list(t.get_shape())[0] == old else t for n, t in tensors.items()}
+
+
+def build(
+    files: ModelFiles,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    precision: Precision,
+    strategy: Strategy,
+    device: torch.device,
+    checkpointing: bool,
+) -> tuple[Built, World]:
+    """The model ready to train, and the ranks it lives on. World size 1 takes the same road as any other.
+
+    Raises:
+        ModelError, RecipeError: see `skeleton`; and when weights are missing or do not fit.
+    """
+    built = skeleton(files, recipe, tokenizer, precision, device)
+    root = built.root
+    # 4. Activation checkpointing before sharding, so that recomputation gathers weights through the same hooks.
+    if checkpointing:
+        root.gradient_checkpointing_enable({"use_reentrant": False})
+    # 5. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
+    head.attach(root)
+    mapping = weights.conversions(root)
+    # 6. Shard while nothing has memory.
+    wrap = sharding.needs_wrap(root, strategy, precision.compute)
+    world = join(device, wrap)
+    if wrap:
+        reduce_dtype = DTYPES[recipe.strategy.reduce_dtype]
+        sharding.shard(root, built.blocks, strategy, world, compute_dtype=precision.compute, reduce_dtype=reduce_dtype, forward_methods=head.METHODS)
+    # 7. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
+    tensors = open_weights(files)
+    if built.new_rows:
+        tensors = _grow(root, dict(tensors), built.new_rows, recipe.seed)
+    built.notes += weights.stream(root, tensors, mapping, device, files.folder)
+    if built.peft is not None:
+        adapters.init_adapters(built.peft, recipe.lora, recipe.seed, device)
+        if recipe.model.adapter:
+            adapters.load_adapter_weights(built.peft, recipe.model.adapter, device)
+    # 8. What no file holds.
+    weights.materialise_buffers(root, device)
+    weights.require_loaded(root)
+    root.train()
+    # 9. Where a class does more to its logits than we know, its own forward makes the loss.
+    ids = torch.arange(8, device=device)[None] % root.config.get_text_config().vocab_size
+    if (note := head.verify(root, built.family.inputs({"input_ids": ids}))) is not None:
+        built.notes.append(note)
+    sharding.reshard(root)
+    return built, world
+
+
+__all__ = ["DTYPES", "Built", "ModelError", "Precision", "build", "load_config", "skeleton"]

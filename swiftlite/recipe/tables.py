@@ -1,0 +1,57 @@
+"""The rows of the five tables by name, each with a help line and where its object lives (`module:attr`).
+
+Names are known here so that a wrong one fails in a second, without torch; `load` imports the object when it is needed.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from swiftlite.recipe.errors import RecipeError, nearest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: a help line and the lazy address of its object."""
+
+    help: str
+    target: str
+
+
+Table = dict[str, Row]
+
+FAMILIES: Table = {
+    "generic": Row("any causal language model of transformers", "swiftlite.models.families.generic:FAMILY"),
+    "molmo2": Row("Molmo 2: text only, no images", "swiftlite.models.families.molmo2:FAMILY"),
+}
+STRATEGIES: Table = {
+    "none": Row("one process, nothing sharded", "swiftlite.dist.strategies:NONE"),
+    "fsdp": Row("FSDP2: parameters, gradients and optimizer sharded over all ranks", "swiftlite.dist.strategies:FSDP"),
+}
+FORMATS: Table = {
+    "messages": Row("messages: [{role, content}]", "swiftlite.data.formats:MESSAGES"),
+    "sharegpt": Row("conversations: [{from, value}], optional system", "swiftlite.data.formats:SHAREGPT"),
+    "alpaca": Row("instruction, input, output, optional history, system", "swiftlite.data.formats:ALPACA"),
+    "prompt_completion": Row("prompt, completion (text or messages)", "swiftlite.data.formats:PROMPT_COMPLETION"),
+    "text": Row("text: every token is trained", "swiftlite.data.formats:TEXT"),
+    "tokens": Row("input_ids, optional labels", "swiftlite.data.formats:TOKENS"),
+}
+OBJECTIVES: Table = {
+    "sft": Row("next-token cross-entropy on the trained tokens", "swiftlite.objectives.sft:SFT"),
+}
+EXPORTERS: Table = {
+    "adapter": Row("a PEFT folder: adapter_config.json + adapter_model.safetensors", "swiftlite.export.adapter:EXPORTER"),
+    "merged": Row("a Hugging Face folder with adapters merged in", "swiftlite.export.merged:EXPORTER"),
+}
+
+
+def load(table: Table, name: str, where: str = "") -> Any:
+    """The object behind a row.
+
+    Raises:
+        RecipeError: when no row has that name; lists the nearest and all legal ones.
+    """
+    if name not in table:
+        raise RecipeError(f"unknown name '{name}'.{nearest(name, table)}", where=where, fix=f"Known: {', '.join(table)}.")
+    module, attr = table[name].target.split(":")
+    return getattr(import_module(module), attr)

@@ -1,0 +1,46 @@
+"""What a run prints: plain lines in a pipe, a progress bar on a terminal; everything also goes to train.log."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Console:
+    """Lines for people. `log` is appended to when given."""
+
+    def __init__(self, log: Path | None = None, quiet: bool = False) -> None:
+        self.log, self.quiet = log, quiet
+        self.rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def line(self, text: str = "") -> None:
+        """One line as it is: no markup is read out of data or paths."""
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as f:
+                f.write(text + "\n")
+        if not self.quiet:
+            self.rich.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        self.line(f"warning: {text}")
+
+    def begin(self, done: int, total: int) -> None:
+        """Starts the progress bar, on a terminal only."""
+        if self.rich.is_terminal and not self.quiet:
+            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[info]}"), TextColumn("ETA"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.rich, transient=True)
+            self._task = self._bar.add_task("train", total=total, completed=done, info="")
+            self._bar.start()
+
+    def advance(self, done: int, info: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, info=info)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,145 @@
+"""Everything that can be known before the model is built: sources, data, steps. `swiftlite check` stops here."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.data.loader import Loader
+from swiftlite.data.prepare import Prepared, prepare
+from swiftlite.data.render import Renderer, Sample
+from swiftlite.data.template import template_text
+from swiftlite.dist.strategies import Strategy
+from swiftlite.dist.world import pick_device
+from swiftlite.models.build import Precision, load_config
+from swiftlite.models.sources import ModelFiles, resolve_model
+from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.recipe import tables
+from swiftlite.recipe.errors import RecipeError
+from swiftlite.recipe.load import Loaded
+from swiftlite.recipe.schema import Recipe
+from swiftlite.train.schedule import Schedule
+
+
+@dataclass
+class Plan:
+    """A run before its model exists."""
+
+    loaded: Loaded
+    files: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    device: torch.device
+    precision: Precision
+    strategy: Strategy
+    checkpointing: bool
+    train: Prepared
+    loader: Loader
+    evals: dict[str, Loader]
+    schedule: Schedule
+    reports: dict[str, Any]
+    data_hash: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def output(self) -> Path:
+        assert self.recipe.output is not None
+        return Path(self.recipe.output)
+
+    def lines(self) -> list[str]:
+        """The start of a run for a person: what is trained on what, for how long."""
+        recipe, schedule, samples = self.recipe, self.schedule, self.train.samples
+        trained = sum(s.trained for s in samples)
+        tokens = sum(len(s.input_ids) for s in samples)
+        rate = schedule.rate
+        batch = recipe.train.global_batch_size
+        return [
+            f"model     {recipe.model.name} on {self.device.type}, {self.precision.name}, strategy {self.strategy.name}"
+            + (", activation checkpointing" if self.checkpointing else ""),
+            f"data      {len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%})"
+            + "".join(f"; {name}: {len(loader.samples):,} rows" for name, loader in self.evals.items()),
+            f"steps     {schedule.total:,} ({schedule.per_epoch:,} an epoch) of {batch} rows as "
+            f"{recipe.train.gradient_accumulation_steps} x {recipe.train.per_device_train_batch_size}",
+            f"rate      {rate.kind}, peak {rate.peak:g}, {rate.warmup} warm-up steps, last {rate.at(schedule.total - 1):.2g}",
+            f"output    {self.output}",
+        ]
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """A hash of rows and their order: the data of a resumed run must be what it was."""
+    h = hashlib.sha256()
+    for s in samples:
+        h.update(repr((s.input_ids, s.labels)).encode())
+    return h.hexdigest()
+
+
+def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
+    """Reads model files (without weights on request) and data, and plans every step.
+
+    Raises:
+        RecipeError, ModelError, DataError: with what to change.
+    """
+    recipe, notes = loaded.recipe, list(loaded.notes)
+    device = pick_device(recipe.train.device)
+    precision = Precision.of(recipe.train.precision, device)
+    strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or "none", "strategy.name")
+    if strategy.sharded and device.type == "mps":
+        raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")
+    if device.type == "mps" and precision.compute != precision.master:
+        raise RecipeError(f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix="Use fp32 or bf16_pure.")
+    files = resolve_model(recipe.model, need_weights=need_weights)
+    config, _ = load_config(files, recipe)
+    tokenizer = load_tokenizer(files, recipe.model)
+    renderer = Renderer(
+        tokenizer,
+        train_on=recipe.data.train_on,
+        template_kwargs=recipe.data.template_kwargs,
+        chat_template=template_text(recipe.data.chat_template) if recipe.data.chat_template else None,
+        vocab_size=max(len(tokenizer), config.get_text_config().vocab_size),
+    )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or recipe.data.max_length
+    if longest < recipe.data.max_length:
+        notes.append(f"data.max_length {recipe.data.max_length} is above the model's {longest}: rows are held to {longest}")
+    max_length = min(recipe.data.max_length, longest)
+
+    if not recipe.data.train:
+        raise RecipeError("no training data is named", where="data.train", fix="Name a file: data.train: my_rows.jsonl.")
+    train = prepare(recipe.data.train, recipe.data, renderer, max_length=max_length, seed=recipe.seed, eval_split=recipe.data.eval_split)
+    size = recipe.train.per_device_train_batch_size
+    assert recipe.train.global_batch_size is not None
+    shuffle = recipe.data.train_sampling_strategy == "random"
+    pad = tokenizer.pad_token_id
+    loader = Loader(train.samples, seed=recipe.seed, shuffle=shuffle, rows_per_step=recipe.train.global_batch_size, micro_batch=size, pad_id=pad)
+    reports: dict[str, Any] = {"train": train.report}
+    evals = {}
+    eval_size = recipe.eval.per_device_eval_batch_size or size
+    for name, samples, report in _eval_sets(recipe, renderer, max_length, train):
+        if name in evals:
+            raise RecipeError(f"two evaluation sets are named '{name}'", where="data.eval", fix="Name them apart: {path: ..., name: ...}.")
+        if report is not None:
+            reports[name] = report
+        evals[name] = Loader(samples, seed=0, shuffle=False, rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad)
+    notes += renderer.notes
+    checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
+    schedule = Schedule.of(recipe, loader.steps_per_epoch)
+    return Plan(
+        loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing == "full",
+        train, loader, evals, schedule, reports, digest(train.samples), notes,
+    )  # fmt: skip
+
+
+def _eval_sets(recipe: Recipe, renderer: Renderer, max_length: int, train: Prepared) -> Iterator[tuple[str, Sequence[Sample], Any]]:
+    """Evaluation sets as (name, samples, report): held-back rows as `eval`, each source under its name, or its file's."""
+    if train.held_back:
+        yield "eval", train.held_back, None
+    for source in recipe.data.eval:
+        prepared = prepare([source], recipe.data, renderer, max_length=max_length, seed=recipe.seed)
+        yield source.name or ("eval" if len(recipe.data.eval) == 1 else Path(source.path).stem), prepared.samples, prepared.report

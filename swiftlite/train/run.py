@@ -1,0 +1,198 @@
+"""A run: the plan, the built model, and what is kept while it trains."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftlite.dist import checkpoint
+from swiftlite.models import adapters
+from swiftlite.models.build import build
+from swiftlite.objectives.protocol import Objective
+from swiftlite.recipe import tables
+from swiftlite.recipe.errors import RecipeError
+from swiftlite.recipe.load import dump_yaml
+from swiftlite.train import state as states
+from swiftlite.train.console import Console
+from swiftlite.train.environment import environment
+from swiftlite.train.metrics import Metrics, flops_per_token, peak_flops
+from swiftlite.train.optim import make_optimizer
+from swiftlite.train.plan import Plan
+from swiftlite.train.trackers import make_trackers
+
+
+class Stop:
+    """SIGINT and SIGTERM ask for a stop after the running step; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """Everything the loop touches. Attributes that a checkpoint carries: step, counters, best."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.plan, self.console, self.recipe, self.schedule = plan, console, plan.recipe, plan.schedule
+        torch.manual_seed(self.recipe.seed)
+        if self.recipe.train.full_determinism:
+            torch.use_deterministic_algorithms(True)
+        self.objective: Objective = tables.load(tables.OBJECTIVES, self.recipe.train.objective, "train.objective")
+        self.built, self.world = build(
+            plan.files, self.recipe, plan.tokenizer,
+            precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
+        )  # fmt: skip
+        self.root: Any = self.built.root
+        self.optimizer = make_optimizer(self.root, self.recipe.train)
+        self.trainable = [p for p in self.root.parameters() if p.requires_grad]
+        self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.precision.name == "fp16")
+        self.step = 0
+        self.counters = {"tokens": 0, "trained_tokens": 0, "skipped_steps": 0}
+        self.best: dict[str, float] | None = None
+        self.stop = Stop()
+        self.saved_at = time.monotonic()
+        self.last_eval: tuple[int, float] | None = None
+        self._clock, self._window = time.perf_counter(), [0, 0.0]
+        self._flops, self._peak = flops_per_token(self.root), peak_flops(plan.device)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.plan.output / "checkpoints"
+
+    def begin(self) -> None:
+        """Claims the output folder, resumes where asked, and writes what the run is made of.
+
+        Raises:
+            RecipeError: when the folder holds a run that is not to be resumed, or one with other fixed keys.
+        """
+        output = self.plan.output
+        found = self._resume()
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "recipe.yaml").write_text(dump_yaml(self.recipe))
+        (output / "environment.json").write_text(json.dumps(environment(), indent=2))
+        (output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
+        name = self.recipe.log.run_name or output.name
+        flat = {k: v for k, v in states.flat(self.recipe).items() if isinstance(v, int | float | str | bool)}
+        trackers = make_trackers(self.recipe.log.report_to, self.recipe.log.project or "swiftlite", name, output / "trackers", flat)
+        self.metrics = Metrics(output / "metrics.jsonl", self.console, trackers, self.plan.device)
+        self.metrics.cut(self.step)
+        if found:
+            self.console.line(f"resumed   from {found} at step {self.step:,} of {self.schedule.total:,}")
+        self.console.begin(self.step, self.schedule.total)
+        self._clock = time.perf_counter()
+
+    def _resume(self) -> Path | None:
+        wanted = self.recipe.checkpoint.resume
+        good, skipped = checkpoint.complete(self.checkpoints)
+        if wanted is None:
+            if good:
+                raise RecipeError(
+                    f"it holds a run already, with checkpoints up to step {checkpoint.step_of(good[-1])}", where=self.plan.output,
+                    fix="Go on with --resume auto, or choose another --output.",
+                )  # fmt: skip
+            return None
+        if wanted == "auto":
+            for folder, why in skipped.items():
+                self.console.warn(f"{folder} is passed over: {why}")
+            if not good:
+                return None
+            folder = good[-1]
+        else:
+            folder = Path(wanted)
+        saved = checkpoint.read(folder)
+        for note in states.check_resumable(saved.meta["recipe"], states.flat(self.recipe)):
+            self.console.line(f"note: {note}")
+        states.restore(self, saved, folder)
+        return folder
+
+    def to_model(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch on the run's device, with what the family's forward wants beside ids."""
+        moved = {k: v.to(self.plan.device, non_blocking=True) for k, v in tensors.items()}
+        return self.built.family.inputs(moved)
+
+    def record(self, report: Any) -> None:
+        """Counts a step and logs it when due. Rates are over the steps since the last log row."""
+        self.counters["tokens"] += report.tokens
+        self.counters["trained_tokens"] += report.trained_tokens
+        self.counters["skipped_steps"] += report.skipped
+        self._window[0] += report.tokens
+        memory = self.metrics.memory()
+        if "allocated_gib" in memory and self.plan.device.type == "cuda":
+            self.metrics.watch_growth(memory["allocated_gib"])
+        if report.skipped:
+            self.console.warn(f"step {self.step} was skipped: loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}")
+        elapsed = time.perf_counter() - self._clock
+        rate = self._window[0] / max(elapsed, 1e-9)
+        self.console.advance(self.step, f"loss {report.loss:.4f}  {rate:,.0f} tok/s")
+        if not self.schedule.log_due(self.step):
+            return
+        row = {
+            "step": self.step, "epoch": self.schedule.epoch(self.step), "loss": report.loss, "grad_norm": report.grad_norm,
+            "learning_rate": self.schedule.rate.at(self.step - 1), "tokens_per_second": rate, **self.counters, **memory,
+        }  # fmt: skip
+        if self._peak:
+            row["mfu"] = rate * self._flops / self._peak
+        self.metrics.write(row)
+        self.console.line(
+            f"step {self.step:>6,}/{self.schedule.total:,}  loss {report.loss:.4f}  norm {report.grad_norm:.3f}  rate {row['learning_rate']:.2e}"
+            f"  {rate:,.0f} tok/s" + (f"  {memory['peak_memory_gib']:.1f} GiB" if memory else "")
+        )
+        self._clock, self._window = time.perf_counter(), [0, 0.0]
+
+    def record_eval(self, row: dict[str, Any]) -> None:
+        """Logs an evaluation and remembers the best step by checkpoint.metric_for_best_model."""
+        name = self.recipe.checkpoint.metric_for_best_model
+        if name not in row:
+            raise RecipeError(f"no evaluation gives '{name}', only {', '.join(row)}", where="checkpoint.metric_for_best_model")
+        self.last_eval = (self.step, row[name])
+        self.metrics.write({"step": self.step, "epoch": self.schedule.epoch(self.step), **row})
+        self.console.line(f"eval at step {self.step:,}  " + "  ".join(f"{k} {v:.4f}" for k, v in row.items()))
+        # Time spent evaluating is not training time.
+        self._clock, self._window = time.perf_counter(), [0, 0.0]
+
+    def save_due(self) -> bool:
+        minutes = self.recipe.checkpoint.save_minutes
+        timed = self.recipe.checkpoint.save_strategy != "no" and minutes and time.monotonic() - self.saved_at > 60 * minutes
+        return self.schedule.save_due(self.step) or bool(timed) or self.stop.asked
+
+    def save(self) -> None:
+        """Writes a checkpoint, then removes old ones, never the best."""
+        if self.last_eval is not None and self.last_eval[0] == self.step and (self.best is None or self.last_eval[1] < self.best["value"]):
+            self.best = {"step": self.step, "value": self.last_eval[1]}
+        began = time.monotonic()
+        extra = (lambda folder: adapters.save_adapter(self.built.peft, folder / "adapter")) if self.built.peft is not None else None
+        if not (self.checkpoints / f"step-{self.step:06d}").exists():
+            folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), extra)
+            self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
+        checkpoint.rotate(self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None)
+        self.saved_at = time.monotonic()
+        self._clock, self._window = time.perf_counter(), [0, 0.0]
+
+    def finish(self) -> None:
+        """Ends the bar and the trackers; a second call does nothing."""
+        self.console.end()
+        self.metrics.close()
+
+    def release(self) -> None:
+        """Frees what only training needed, before an export loads a second model."""
+        del self.optimizer
+        self.root.zero_grad()
+

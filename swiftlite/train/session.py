@@ -1,0 +1,114 @@
+"""One call trains, evaluates, saves and exports."""
+
+from pathlib import Path
+
+from swiftlite.dist import checkpoint
+from swiftlite.dist.world import leave
+from swiftlite.export import report
+from swiftlite.export.folder import check_target
+from swiftlite.export.run import check as check_export
+from swiftlite.export.run import export_all
+from swiftlite.export.trained import Trained
+from swiftlite.models import adapters
+from swiftlite.models.build import Built, skeleton
+from swiftlite.recipe.errors import ModelError
+from swiftlite.recipe.load import Loaded
+from swiftlite.train import state as states
+from swiftlite.train.console import Console
+from swiftlite.train.loop import fit
+from swiftlite.train.plan import Plan, make_plan
+from swiftlite.train.run import Run
+
+# Rows on which exports are compared with the trained model: real ones, short enough to run twice on a CPU.
+PROMPTS, PROMPT_TOKENS = 4, 256
+
+
+def trained_of(plan: Plan, built: Built) -> Trained:
+    """What the exporters need of a trained model."""
+    return Trained(
+        model=built.root,
+        peft=built.peft,
+        files=plan.files,
+        tokenizer=plan.tokenizer,
+        tokens_added=bool(plan.recipe.model.add_tokens),
+        chat_template=plan.renderer.template if plan.renderer.template != plan.tokenizer.chat_template else None,
+        stop_ids=plan.renderer.stop_ids,
+        prompts=[s.input_ids[:PROMPT_TOKENS] for s in plan.train.samples[:PROMPTS]],
+        base_dtype=built.base_dtype,
+        compute_dtype=plan.precision.compute,
+        trust_remote_code=plan.recipe.model.trust_remote_code,
+        config_overrides=plan.recipe.model.config_overrides,
+    )
+
+
+def check(loaded: Loaded, console: Console) -> Plan:
+    """Everything that can be known before step 1, without weights; the model is built on meta."""
+    plan = make_plan(loaded, need_weights=False)
+    built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
+    for text in [*plan.lines(), *adapters.coverage(built.root, built.family).lines(), *(f"note: {n}" for n in plan.notes + built.notes)]:
+        console.line(text)
+    return plan
+
+
+def train(loaded: Loaded, console: Console) -> Path:
+    """Runs a recipe from data to verified exports. Returns the output folder.
+
+    Raises:
+        SwiftliteError: with its exit code.
+        KeyboardInterrupt: after a signal, once a checkpoint is saved.
+    """
+    plan = make_plan(loaded)
+    recipe = plan.recipe
+    assert recipe.export.formats is not None
+    for name in recipe.export.formats:
+        check_target(plan.output / name, recipe.export.overwrite, plan.files.folder)
+    for text in [*plan.lines(), *(f"note: {n}" for n in plan.notes)]:
+        console.line(text)
+    try:
+        run = Run(plan, console)
+        for text in [*adapters.coverage(run.root, run.built.family).lines(), *(f"note: {n}" for n in run.built.notes)]:
+            console.line(text)
+        check_export(trained_of(plan, run.built), recipe.export.formats, recipe.export, plan.output)
+        run.begin()
+        console.log = plan.output / "train.log"
+        with run.stop:
+            try:
+                fit(run)
+            finally:
+                run.finish()
+        run.release()
+        write_exports(plan, run.built, recipe.export.formats, plan.output, console)
+    finally:
+        leave()
+    return plan.output
+
+
+def write_exports(plan: Plan, built: Built, formats: list[str], output: Path, console: Console) -> None:
+    """Writes and verifies the formats below `output`, and prints the verdicts."""
+    built.root.eval()
+    for part in export_all(trained_of(plan, built), formats, plan.recipe.export, output):
+        for text in report.lines(part):
+            console.line(text)
+
+
+def export(loaded: Loaded, folder: Path, formats: list[str], output: Path | None, console: Console) -> None:
+    """Exports a run, or one of its checkpoints, on the CPU. `loaded` is the run's own recipe.yaml.
+
+    Raises:
+        ModelError: when there is no complete checkpoint.
+    """
+    saved = folder
+    if checkpoint.step_of(folder) is None:
+        good, _ = checkpoint.complete(folder / "checkpoints")
+        if not good:
+            raise ModelError("there is no complete checkpoint to export", where=folder)
+        saved = good[-1]
+    state = checkpoint.read(saved)
+    plan = make_plan(loaded)
+    run = Run(plan, console)
+    states.load_trainable(run.root, dict(state.tensors["trainable"]), saved)
+    console.line(f"exporting {saved}")
+    try:
+        write_exports(plan, run.built, formats, output or plan.output, console)
+    finally:
+        leave()
