@@ -75,7 +75,10 @@ def run(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments, prog_name="swiftlite", standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        code = code if isinstance(code, int) else 0
+        if code == 130:  # typer's word for an interrupt
+            print("interrupted", file=sys.stderr)
+        return code
     except SwiftliteError as error:
         if "--debug" in arguments:
             traceback.print_exc()

@@ -7,10 +7,6 @@ from typing import Any
 
 from swiftlite.data.report import dump as dump_rows
 from swiftlite.data.report import preview, table
-from swiftlite.infer import chat as chatting
-from swiftlite.infer import evaluate as evaluating
-from swiftlite.infer import generate as generating
-from swiftlite.infer.load import load_target
 from swiftlite.models.sources import download_model
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.load import Loaded, load_recipe
@@ -87,11 +83,17 @@ def download(model: str, *, hub: str = "hf", revision: str | None = None) -> Pat
 
 def evaluate(target: str, data: str, *, device: str = "auto", **options: Any) -> dict[str, Any]:
     """Loss and exact match of a run, adapter or model on rows; see `swiftlite.infer.evaluate.evaluate`."""
+    from swiftlite.infer import evaluate as evaluating
+    from swiftlite.infer.load import load_target
+
     return evaluating.evaluate(load_target(target, device=device), data, **options)
 
 
 def generate(target: str, prompts: str | Path | Sequence[Any], *, output: str | Path | None = None, device: str = "auto", **options: Any) -> list[str]:
     """Answers prompts: a JSONL file, or messages or texts. Writes `output`, or prints what came from a file."""
+    from swiftlite.infer import generate as generating
+    from swiftlite.infer.load import load_target
+
     loaded = load_target(target, device=device)
     if not isinstance(prompts, str | Path):
         return [answer.text for answer in generating.generate(loaded, prompts, **options)]
@@ -103,4 +105,7 @@ def generate(target: str, prompts: str | Path | Sequence[Any], *, output: str | 
 
 def chat(target: str, *, device: str = "auto", **options: Any) -> None:
     """Talks on the terminal; see `swiftlite.infer.chat.chat`."""
+    from swiftlite.infer import chat as chatting
+    from swiftlite.infer.load import load_target
+
     chatting.chat(load_target(target, device=device), **options)

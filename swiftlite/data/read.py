@@ -113,7 +113,8 @@ def find_files(path: str) -> list[Path]:
     missing = here
     while not missing.parent.exists():
         missing = missing.parent
-    hint = nearest(missing.name, os.listdir(missing.parent) if missing.parent.is_dir() else [])
+    names = os.listdir(missing.parent) if missing.parent.is_dir() else []
+    hint = nearest(missing.name, [name for name in names if name.split(".")[0] == missing.name] or names)
     raise DataError(f"no such file or folder ('{missing.name}' is not in '{missing.parent.resolve()}').{hint}", where=path)
 
 

@@ -140,7 +140,7 @@ class Renderer:
                 text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
             )
         except (UnicodeEncodeError, TypeError) as error:
-            raise RowError("not text", f"the text holds half of a character (a lone surrogate): {error}") from error
+            raise RowError("not text", "it holds half of a character, a lone surrogate like \\ud800") from error
         return out["input_ids"], out["offset_mapping"]
 
     def _added_in_front(self) -> list[int]:

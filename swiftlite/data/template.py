@@ -194,10 +194,11 @@ class Template:
         same = found and STANDIN not in after and start <= end and full.startswith(before) and full.endswith(after)
         if not same or full[start:end].strip() != content.strip():
             raise RowError("not provable", f"the chat template does not show where assistant message {i + 1} starts and ends")
-        if self.shape.prompt is None or not before.endswith(self.shape.prompt):
+        if self.shape.prompt is None or not before.endswith(self.shape.prompt + self.shape.header):
             raise RowError("not provable", f"assistant message {i + 1} does not follow the template's generation prompt")
         closing = self.shape.closing
-        return start, end + len(closing) if closing and full.startswith(closing, end) else end
+        end += len(closing) if closing and full.startswith(closing, end) else 0
+        return start - len(self.shape.header), end
 
     def _marked_turns(
         self, messages: list[Message], tools: Any, full: str, spans: list[Span], wanted: list[int]

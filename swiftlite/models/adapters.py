@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -85,6 +86,10 @@ def inject(model: PreTrainedModel, config: LoraConfig, targets: list[str] | None
     if set(got) != set(expected):
         odd = sorted(set(got) ^ set(expected))
         raise ModelError(f"peft put adapters on {len(got)} modules instead of {len(expected)}; they differ in {odd[0]}.")
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    if config.ensure_weight_tying and isinstance(outer, ModulesToSaveWrapper):
+        # On meta peft gives each copy a parameter of its own.
+        outer.modules_to_save[ADAPTER].weight = inner.modules_to_save[ADAPTER].weight
     for slot in slots(model).values():
         tensor = slot.tensor
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():

@@ -13,8 +13,7 @@ from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
 from swiftlite.models import adapters, head, weights
 from swiftlite.models.families.family import Family
-from swiftlite.models.families.attention import attention_for
-from swiftlite.models.families.lookup import auto_class, family_for
+from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.sources import ModelFiles, open_weights
 from swiftlite.models.tokenizer import init_new_rows, new_rows
 from swiftlite.recipe.errors import ModelError
@@ -86,7 +85,7 @@ def skeleton(files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBa
     """
     config, notes = load_config(files, recipe)
     family = family_for(config)
-    attention = attention_for(config, device.type, recipe.model.attn_implementation)
+    attention = attention_for(family, config, device.type, recipe.model.attn_implementation)
     base_dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     text = config.get_text_config()
     grown = new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0

@@ -81,8 +81,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
 def added_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
     """Ids of `model.add_tokens`, in that order; those that the base had already are among them."""
-    ids: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
-    return ids
+    ids: Any = tokenizer.convert_tokens_to_ids(list(tokens))
+    return list(ids)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -114,7 +114,7 @@ def init_new_rows(weight: Tensor, first_new: int, seed: int) -> None:
     """Fills rows `first_new:` of an embedding or head matrix [rows, hidden] (or bias [rows]) in place, from the rows before.
 
     New row = mean + half a standard deviation of noise, each per column: close to the mean, so that a new token is neither likely
-    nor loud, and of the length that rows have where their mean is near zero. The same for a seed on every device and for every dtype.
+    nor loud, and of the length that rows have where their mean is near zero. Depends on the seed alone, not on device or dtype.
     """
     old, count = weight[:first_new], len(weight) - first_new
     if count <= 0:

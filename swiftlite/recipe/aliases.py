@@ -225,7 +225,7 @@ def _rename(section: Node, name: str, faults: Faults, notes: list[str]) -> None:
         if old == "warmup_ratio" and isinstance(node.value, int | float) and node.value >= 1:
             faults.at(node, f"expected a share below 1, got {node.text}.", fix="Steps are train.warmup_steps.")
         _translate(node, _dotted(name, new), notes)
-    for old, node in later:
+    for old, node in sorted(later, key=lambda switch: spoken(switch[1]) == "false"):  # an `off` gives way to an `on`
         _switch(entries, name, old, node, faults, notes)
     section.value = entries
 

@@ -104,7 +104,7 @@ def _explain(node: Node, key: Key, faults: Faults) -> None:
     got = {dict: "a section", list: "a list", NoneType: "nothing"}.get(type(node.value), node.text)
     got = f"'{got}'" if node.text and node.text[0] not in "\"'" else got
     what = f"expected {key.kind}, got {got}."
-    if not node.key.startswith(key.path):
+    if not key.path.startswith(node.key.partition("[")[0]):
         what = f"(our {key.path}) {what}"
     word, fix = str(node.value).lower(), None
     if key.annotation is bool and word in ("true", "false"):

@@ -41,13 +41,16 @@ def flow(value: Any) -> str:
 
 def dump_yaml(recipe: Recipe) -> str:
     """A resolved recipe as YAML that loads to the same run."""
+    # Accumulation follows from the two batch sizes and the world size; written out it would bind a run to its world size.
+    # A metric where nothing is evaluated or saved is refused, as nothing could come of it.
+    left_out = {"gradient_accumulation_steps"}
+    if "no" in (recipe.eval.eval_strategy, recipe.checkpoint.save_strategy):
+        left_out.add("metric_for_best_model")
     lines = []
     for name, value in public(recipe).items():
         if not isinstance(value, dict):
             lines.append(f"{name}: {flow(value)}")
             continue
         lines.append(f"{name}:")
-        # Accumulation follows from the two batch sizes and the world size; written out it would bind a run to its world size.
-        keys = {key: inner for key, inner in value.items() if key != "gradient_accumulation_steps"}
-        lines += [f"  {key}: {flow(inner)}" for key, inner in keys.items()]
+        lines += [f"  {key}: {flow(inner)}" for key, inner in value.items() if key not in left_out]
     return "\n".join(lines) + "\n"

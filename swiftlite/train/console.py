@@ -9,21 +9,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Console:
-    """Lines for people. `log` is appended to when given."""
+    """Lines for people. They are kept until `log_to` names the file that they also go to."""
 
-    def __init__(self, log: Path | None = None, quiet: bool = False) -> None:
-        self.log, self.quiet = log, quiet
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._log: Path | None = None
+        self._early: list[str] = []
         self.rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
 
     def line(self, text: str = "") -> None:
         """One line as it is: no markup is read out of data or paths."""
-        if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as f:
-                f.write(text + "\n")
+        self._early.append(text)
+        if self._log is not None:
+            self.log_to(self._log)
         if not self.quiet:
             self.rich.print(text, markup=False)
+
+    def log_to(self, path: Path) -> None:
+        """Appends all lines, those already printed too, to a file from now on."""
+        self._log = path
+        with path.open("a", encoding="utf-8") as f:
+            f.writelines(f"{line}\n" for line in self._early)
+        self._early.clear()
 
     def warn(self, text: str) -> None:
         self.line(f"warning: {text}")

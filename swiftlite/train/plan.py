@@ -17,7 +17,7 @@ from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
 from swiftlite.models.build import Precision, load_config
 from swiftlite.models.sources import ModelFiles, resolve_model
-from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.models.tokenizer import load_tokenizer, pad_id
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.load import Loaded
@@ -116,7 +116,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
     shuffle = recipe.data.train_sampling_strategy == "random"
-    pad = tokenizer.pad_token_id
+    pad = pad_id(tokenizer)
     loader = Loader(train.samples, seed=recipe.seed, shuffle=shuffle, rows_per_step=recipe.train.global_batch_size, micro_batch=size, pad_id=pad)
     reports: dict[str, Any] = {"train": train.report}
     evals = {}

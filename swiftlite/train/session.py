@@ -1,6 +1,9 @@
 """One call trains, evaluates, saves and exports."""
 
+import warnings
 from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
 
 from swiftlite.dist import checkpoint
 from swiftlite.dist.world import leave
@@ -23,6 +26,13 @@ from swiftlite.train.run import Run
 PROMPTS, PROMPT_TOKENS = 4, 256
 
 
+def calm_libraries() -> None:
+    """Keeps libraries' own progress bars and notices to their authors out of what a run prints."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
+
+
 def trained_of(plan: Plan, built: Built) -> Trained:
     """What the exporters need of a trained model."""
     return Trained(
@@ -43,6 +53,7 @@ def trained_of(plan: Plan, built: Built) -> Trained:
 
 def check(loaded: Loaded, console: Console) -> Plan:
     """Everything that can be known before step 1, without weights; the model is built on meta."""
+    calm_libraries()
     plan = make_plan(loaded, need_weights=False)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
     for text in [*plan.lines(), *adapters.coverage(built.root, built.family).lines(), *(f"note: {n}" for n in plan.notes + built.notes)]:
@@ -57,6 +68,7 @@ def train(loaded: Loaded, console: Console) -> Path:
         SwiftliteError: with its exit code.
         KeyboardInterrupt: after a signal, once a checkpoint is saved.
     """
+    calm_libraries()
     plan = make_plan(loaded)
     recipe = plan.recipe
     assert recipe.export.formats is not None
@@ -70,7 +82,7 @@ def train(loaded: Loaded, console: Console) -> Path:
             console.line(text)
         check_export(trained_of(plan, run.built), recipe.export.formats, recipe.export, plan.output)
         run.begin()
-        console.log = plan.output / "train.log"
+        console.log_to(plan.output / "train.log")
         with run.stop:
             try:
                 fit(run)
@@ -103,6 +115,7 @@ def export(loaded: Loaded, folder: Path, formats: list[str], output: Path | None
         if not good:
             raise ModelError("there is no complete checkpoint to export", where=folder)
         saved = good[-1]
+    calm_libraries()
     state = checkpoint.read(saved)
     plan = make_plan(loaded)
     run = Run(plan, console)

@@ -1,0 +1,266 @@
+"""Opens a target for use: plain transformers modules, peft layers where there is an adapter, and the template of training."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from swiftlite.data.formats import Conversation, RowError
+from swiftlite.data.render import Renderer
+from swiftlite.data.template import template_text
+from swiftlite.dist.world import pick_device
+from swiftlite.infer.locate import Place, locate
+from swiftlite.models.adapters import inject, load_adapter_weights, read_adapter_config
+from swiftlite.models.adapter_files import slots
+from swiftlite.models.build import DTYPES, load_config
+from swiftlite.models.families.lookup import attention_for, auto_class, family_for
+from swiftlite.models.files import TOKENIZER_FILES, ModelFiles, read_json
+from swiftlite.models.sources import resolve_model
+from swiftlite.models.tokenizer import load_tokenizer, new_rows
+from swiftlite.recipe.errors import DataError, ModelError, RecipeError, nearest
+from swiftlite.recipe.schema import DataSection, ModelSection, Recipe
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model ready to answer.
+
+    Attributes:
+        model: the Hugging Face model in eval mode, with peft layers where there is an adapter.
+        renderer: from messages to ids, by the template that the model was trained with.
+        stop_ids: tokens that end an answer.
+        description: what was loaded, for a person.
+        notes: what a person should know about it.
+        data: the data section of the run's recipe, where the target belongs to a run.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    stop_ids: frozenset[int]
+    description: str
+    notes: list[str] = field(default_factory=list)
+    data: DataSection | None = None
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that fit the model, prompt and answer together; None where it has no limit."""
+        limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return limit
+
+
+def load_target(
+    target: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    base: str | None = None,
+    trust_remote_code: bool = False,
+    hub: str = "hf",
+) -> Target:
+    """Loads a run, a checkpoint, an adapter or a model (folder, hub id, GGUF file, package://). Local ones need no network.
+
+    Args:
+        device: auto, cuda, mps or cpu. A model that does not fit the first GPU is spread over all of them.
+        dtype: auto, bf16, fp16 or fp32. auto: fp32 on a CPU, else the type of the model's files.
+        base: replaces the base model that an adapter names.
+
+    Raises:
+        ModelError: nothing to load, or an adapter and a base that do not fit each other.
+        RecipeError: no such device or dtype.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise RecipeError(f"'{dtype}' is no data type.{nearest(dtype, DTYPES)}", where="dtype", fix=f"Known: auto, {', '.join(DTYPES)}.")
+    chosen, place = pick_device(device), locate(target)
+    own = {"hub": hub, "trust_remote_code": trust_remote_code}
+    if place.kind != "model" and place.recipe is not None:
+        # What was trained is the base with these changes.
+        given = place.recipe.model
+        own |= {"add_tokens": given.add_tokens, "config_overrides": given.config_overrides, "hub": given.hub if hub == "hf" else hub}
+    lora, notes = read_adapter_config(place.name) if place.kind == "adapter" else (None, [])
+    notes = place.notes + notes
+    files, section = _base(place, lora, base, own)
+    config, _ = load_config(files, Recipe(model=section))
+    config.use_cache = config.get_text_config().use_cache = True
+    model = _load_plain(files, config, chosen, _dtype(dtype, chosen, config), notes)
+    tokenizer = _tokenizer(place, files, section, notes)
+    if place.kind != "model" and (rows := new_rows(model.get_input_embeddings().weight.shape[0], tokenizer)):
+        # Whatever stands in the new rows is replaced: what was trained brings them with it.
+        model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + rows, mean_resizing=False)
+    if place.kind == "adapter":
+        _attach(model, place, lora)
+    elif place.kind == "full":
+        _load_full(model, Path(place.name))
+    model.requires_grad_(False).eval()
+    renderer = _renderer(tokenizer, place, model, notes)
+    stops = _stop_ids(renderer, [Path(place.name), files.folder])
+    # A clean one: transformers fills what a call leaves open from here, and bases ship sampling settings.
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stops) or None, pad_token_id=tokenizer.pad_token_id)
+    what = {"model": "model", "adapter": "adapter", "full": "checkpoint"}[place.kind]
+    on = f" on base {section.name}" if place.kind != "model" else ""
+    name = str(model.dtype).removeprefix("torch.")
+    said = f"{what} {place.name}{on} ({type(model).__name__}, {name}, {model.device.type})"
+    return Target(model, tokenizer, renderer, stops, said, notes, place.recipe.data if place.recipe else None)
+
+
+def _base(place: Place, lora: Any, base: str | None, own: dict[str, Any]) -> tuple[ModelFiles, ModelSection]:
+    """The files of the model itself, or of the one that an adapter or checkpoint was trained on."""
+    if place.kind == "model":
+        section = ModelSection(name=place.name, **own)
+        return resolve_model(section), section
+    if place.kind == "full" and place.recipe is None and base is None:
+        fix = "Export it first: swiftlite export RUN --format merged. Or name its base with --base MODEL."
+        raise ModelError("a checkpoint of full fine-tuning, without the recipe of its run", where=place.name, fix=fix)
+    names = [base] if base else []
+    if not names and lora is not None and lora.base_model_name_or_path:
+        names.append(lora.base_model_name_or_path + (f"@{lora.revision}" if lora.revision else ""))
+    if not base and place.recipe is not None:
+        names.append(place.recipe.model.name)  # a cache folder or a relative path may be gone, the recipe's own name not
+    first: ModelError | None = None
+    for name in dict.fromkeys(names):
+        section = ModelSection(name=name, **own)
+        try:
+            return resolve_model(section), section
+        except ModelError as error:
+            first = first or error
+    if first is None:
+        raise ModelError("the adapter does not name its base model", where=place.name, fix="Name it with --base MODEL.")
+    what = f"the base model {names[0]} of this {'adapter' if lora is not None else 'checkpoint'} cannot be used: {first.what}"
+    raise ModelError(what, where=place.name, fix="Name its base with --base MODEL (a folder, hub id or GGUF file).") from first
+
+
+def _dtype(wanted: str, device: torch.device, config: Any) -> torch.dtype:
+    if wanted != "auto":
+        return DTYPES[wanted]
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    no_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    # Most CPUs multiply in fp32 only; anything narrower is slower there.
+    if device.type == "cpu" or stored not in DTYPES.values() or (stored == torch.bfloat16 and no_bf16):
+        return torch.float32
+    return stored  # type: ignore[no-any-return]
+
+
+def _load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torch.dtype, notes: list[str]) -> Any:
+    """The model by transformers' own loader; no weight may be missing.
+
+    Raises:
+        ModelError: it cannot be loaded, or a weight is missing.
+    """
+    attention = attention_for(family_for(config), config, device.type)
+    kwargs: dict[str, Any] = {"local_files_only": True, "trust_remote_code": files.remote_code, "output_loading_info": True}
+    # flex_attention compiles anew for every length, and an answer has all of them.
+    kwargs |= {"dtype": dtype, "attn_implementation": "eager" if attention == "flex_attention" else attention}
+    if device.type != "cpu":
+        kwargs["device_map"] = "auto" if device.type == "cuda" and not _fits(files, dtype) else {"": device}
+    try:
+        with _progress_on_terminal():
+            model, found = auto_class(config).from_pretrained(files.folder, config=config, **kwargs)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot be loaded: {str(error).strip().splitlines()[0]}", where=files.folder) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(f"{len(missing)} weights are missing, such as {missing[0]}", where=files.folder, fix="Fetch the weights again.")
+    if unused := sorted(found["unexpected_keys"]):
+        notes.append(f"{len(unused)} tensors of the files are not used by {type(model).__name__}, such as {unused[0]}")
+    return model
+
+
+def _fits(files: ModelFiles, dtype: torch.dtype) -> bool:
+    """Whether the model and a cache fit the first GPU, judged by the size of its files at 2 bytes a weight."""
+    size = sum(path.stat().st_size for path in files.weights) * max(1, dtype.itemsize / 2)
+    free: int = torch.cuda.mem_get_info(0)[0]
+    return 1.15 * size < free
+
+
+@contextmanager
+def _progress_on_terminal() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _attach(model: Any, place: Place, lora: Any) -> None:
+    """Puts an adapter on the model, every tensor of it, in the model's own type."""
+    try:
+        peft = inject(model, lora)
+    except RecipeError as error:
+        raise ModelError(f"the adapter does not fit {type(model).__name__}: {error.what}", where=place.name, fix=error.fix) from error
+    load_adapter_weights(peft, place.name)
+    for slot in slots(model).values():
+        # Spread over several GPUs, each layer's adapter belongs where the layer is.
+        base = slot.layer.get_base_layer() if isinstance(slot.layer, LoraLayer) else slot.layer.original_module
+        device = next(base.parameters()).device
+        if device.type == "meta":
+            fix = "Use device cpu, or export the run as merged and use that."
+            raise ModelError("base model and adapter do not fit the GPUs of this machine", where=place.name, fix=fix)
+        slot.tensor.data = slot.tensor.data.to(device, model.dtype)
+
+
+def _load_full(model: Any, folder: Path) -> None:
+    """Puts the weights of a full fine-tuning checkpoint into its base."""
+    file, parameters = folder / "trainable.safetensors", dict(model.named_parameters(remove_duplicate=False))
+    with safe_open(file, "pt") as tensors:  # type: ignore[no-untyped-call]
+        for name in tensors.keys():  # noqa: SIM118
+            tensor = tensors.get_tensor(name)
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                what = f"{name} {list(tensor.shape)} has no place in {type(model).__name__}"
+                raise ModelError(what, where=file, fix="Name the base it was trained on with --base MODEL.")
+            with torch.no_grad():
+                parameters[name].copy_(tensor)
+
+
+def _tokenizer(place: Place, files: ModelFiles, section: ModelSection, notes: list[str]) -> PreTrainedTokenizerBase:
+    """The one saved beside the adapter, else the base's; always with the template that is saved beside the adapter."""
+    folder = Path(place.name)
+    beside = place.kind == "adapter"
+    if beside and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        try:
+            return load_tokenizer(ModelFiles(folder, str(folder), remote_code=files.remote_code), section)
+        except ModelError as error:
+            notes.append(f"the tokenizer beside the adapter cannot be loaded, the base's is used: {error.what}")
+    tokenizer = load_tokenizer(files, section)
+    if beside and (folder / "chat_template.jinja").is_file():
+        tokenizer.chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif place.kind != "model" and place.recipe is not None and place.recipe.data.chat_template:
+        tokenizer.chat_template = template_text(place.recipe.data.chat_template)
+    return tokenizer
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, place: Place, model: Any, notes: list[str]) -> Renderer:
+    data = place.recipe.data if place.recipe else DataSection()
+    if data.template_kwargs:
+        notes.append(f"the chat template gets the run's template_kwargs {data.template_kwargs}")
+    rows = model.get_input_embeddings().weight.shape[0]
+    renderer = Renderer(tokenizer, train_on=data.train_on, template_kwargs=data.template_kwargs, vocab_size=max(rows, len(tokenizer)))
+    # End-of-turn tokens are known once a conversation has been rendered.
+    probe = copy.copy(renderer)
+    probe.train_on = "assistant"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        probe.sample(Conversation("probe", "chat", messages=turns))
+        renderer.template = probe.template
+    except (RowError, DataError) as error:
+        notes.append(f"the chat template shows no end of an answer: {error}")
+    notes += renderer.notes
+    return renderer
+
+
+def _stop_ids(renderer: Renderer, folders: list[Path]) -> frozenset[int]:
+    found: set[int] = set(renderer.stop_ids)
+    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
+        value = read_json(path).get("eos_token_id") if path.is_file() else None
+        found |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    return frozenset(found)
