@@ -67,7 +67,11 @@ def export(
     run = Path(run)
     root = run.parent.parent if run.parent.name == "checkpoints" else run
     if not (root / "recipe.yaml").is_file():
-        raise ModelError("no run is in this folder: it has no recipe.yaml", where=run, fix="Name the output folder of a run, or a checkpoint in it.")
+        raise ModelError(
+            "no run is in this folder: it has no recipe.yaml",
+            where=run,
+            fix="Name the output folder of a run, or a checkpoint in it.",
+        )
     loaded = load_recipe(str(root / "recipe.yaml"), [f"train.device={device}"])
     section = loaded.recipe.export.model_copy(update={"formats": [format], "dtype": dtype, "overwrite": overwrite})
     loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"export": section, "output": str(root)}))
@@ -89,7 +93,9 @@ def evaluate(target: str, data: str, *, device: str = "auto", **options: Any) ->
     return evaluating.evaluate(load_target(target, device=device), data, **options)
 
 
-def generate(target: str, prompts: str | Path | Sequence[Any], *, output: str | Path | None = None, device: str = "auto", **options: Any) -> list[str]:
+def generate(
+    target: str, prompts: str | Path | Sequence[Any], *, output: str | Path | None = None, device: str = "auto", **options: Any
+) -> list[str]:
     """Answers prompts: a JSONL file, or messages or texts. Writes `output`, or prints what came from a file."""
     from swiftlite.infer import generate as generating
     from swiftlite.infer.load import load_target
@@ -98,7 +104,7 @@ def generate(target: str, prompts: str | Path | Sequence[Any], *, output: str | 
     if not isinstance(prompts, str | Path):
         return [answer.text for answer in generating.generate(loaded, prompts, **options)]
     rows = generating.read_prompts(prompts)
-    answers = generating.generate(loaded, [row.messages for row in rows], **options)
+    answers = generating.generate(loaded, rows, **options)
     generating.write_answers(output, rows, answers)
     return [answer.text for answer in answers]
 

@@ -68,7 +68,7 @@ class FakeHub:
                 if self.command == "GET":
                     self.wfile.write(body)
 
-            do_HEAD = do_GET  # noqa: N815 - the name is http.server's
+            do_HEAD = do_GET
 
             def log_message(self, *args: object) -> None:
                 pass

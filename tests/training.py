@@ -42,10 +42,11 @@ def token_rows(lengths: list[int], vocab: int = 250, seed: int = 1) -> list[dict
 
 
 def recipe(path: Path, *, rows: list[dict[str, Any]] | None = None, kind: str = "LLAMA", **sections: Any) -> Loaded:
-    """The trials' default recipe (fp32, CPU, batch 1, constant rate, no clipping, no shuffle, seed 0), with `sections` over it."""
+    """The trials' default recipe (fp32, CPU, batch 1, constant rate, no clipping, no shuffle, seed 0) under `sections`."""
+    file = write_rows(path / "rows.jsonl", CHAT if rows is None else rows)
     base: dict[str, Any] = {
         "model": {"name": str(model_folder(path, kind))},
-        "data": {"train": str(write_rows(path / "rows.jsonl", CHAT if rows is None else rows)), "max_length": 256, "train_sampling_strategy": "sequential"},
+        "data": {"train": str(file), "max_length": 256, "train_sampling_strategy": "sequential"},
         "train": {
             "device": "cpu", "precision": "fp32", "global_batch_size": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant",
             "warmup_steps": 0, "max_grad_norm": 0,
@@ -58,10 +59,9 @@ def recipe(path: Path, *, rows: list[dict[str, Any]] | None = None, kind: str = 
     }  # fmt: skip
     for name, value in sections.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) and isinstance(base.get(name), dict) else value
-    file = path / "recipe.yaml"
-    with file.open("w") as f:
+    with (path / "recipe.yaml").open("w") as f:
         YAML().dump(base, f)
-    return load_recipe(str(file))
+    return load_recipe(str(path / "recipe.yaml"))
 
 
 def train(loaded: Loaded) -> Path:

@@ -1,10 +1,10 @@
 """Writes the quickstart's data: requests in plain English, each answered by one line of JSON.
 
-    Please remind Priya to water the ferns on Friday at 6:30 pm.
-    {"action": "remind", "who": "Priya", "what": "water the ferns", "when": "Fri 18:30"}
+    Don't let Priya forget to water the ferns on Friday at 6:30 pm.
+    {"action":"remind","who":"Priya","what":"water the ferns","when":"Fri 6:30 pm"}
 
-Always the same four keys; articles are left out, days have three letters, times are on the 24-hour clock. Held-back rows and
-prompts name people, things and moments (day and time together) that no training row has: memory alone gets none of them right.
+Four keys in this order; `action` is remind, book, order or start. The held-back rows and the prompts name people, things and
+moments (day and time together) that no training row has: memory alone gets none of them right.
 `python make_data.py [FOLDER]` writes train.jsonl, eval.jsonl and prompts.jsonl, the same bytes on every machine.
 """
 
@@ -12,31 +12,30 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Row = dict[str, list[dict[str, str]]]
+Things = dict[str, dict[str, tuple[str, ...]]]
 Moment = tuple[str, int, int]  # day, hour 0-23, minute
 
 SEED = 7
-TRAIN_ROWS = 300
-# Short on purpose: for rows without a system prompt the model's template puts in its own, three times as long.
-SYSTEM = "Turn the request into JSON."
+TRAIN_ROWS, EVAL_ROWS = 300, 32
+# Not for the skill's sake: to rows without a system prompt the model's template adds one of its own, twice as long.
+SYSTEM = "Reply in JSON."
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+STYLES = ("on {day} at {clock}", "this {day} at {clock}", "at {clock} on {day}")
 OPENERS = ("", "", "", "Please ", "Could you ", "Can you ")
 CLOSERS = (".", ".", ".", ", please.", ", thanks!")
-STYLES = ("on {day} at {clock}", "this {day} at {clock}", "at {clock} on {day}")
-QUESTIONS = ("Could you ", "Can you ")
 
-# {When} and {needs} begin a sentence of their own, so such phrases take no opener.
 PHRASES = {
     "remind": (
         "remind {who} to {what} {when}",
         "tell {who} {when} to {what}",
-        "send {who} a reminder {when} to {what}",
+        "remind {who} {when} to {what}",
         "{When}, remind {who} to {what}",
         "Don't let {who} forget to {what} {when}",
     ),
@@ -44,7 +43,7 @@ PHRASES = {
         "book {what} for {who} {when}",
         "reserve {what} {when} for {who}",
         "book {who} {what} {when}",
-        "{When}, get {who} booked in for {what}",
+        "{When}, book {what} for {who}",
         "{needs} {what} booked {when}",
     ),
     "order": (
@@ -65,18 +64,25 @@ PHRASES = {
 
 TRAIN_PEOPLE = (
     "me", "me", "me", "me", "me", "me", "me", "me", "Priya", "Tom", "Grandma", "Yusuf", "Elena", "Mr. Park", "Chloe", "Diego",
-    "Aunt May", "Kenji", "Fatima", "Oscar", "Nina", "Dr. Shah", "Lucas", "Ingrid", "Mateo", "Hannah", "Uncle Joe", "Zara", "Felix",
-    "Leila", "Mrs. Cole", "Ravi", "Sofia", "Ben", "Amara", "Coach Lee", "Maya", "Viktor", "Rosa", "Ahmed", "Julia", "Sam", "Bianca",
-    "Noah", "Greta", "Pavel", "Mum", "Ibrahim", "Lucy", "Mr. Diaz", "Akira", "Clara", "Jonas", "Mei", "Carlos", "Ruth", "Stefan",
-    "Anya", "Max", "Mrs. Kim", "Olivia", "Samir", "Freya", "Luis", "Dad", "Irene", "Kofi", "Emma", "Hassan", "Molly", "Andre",
+    "Aunt May", "Kenji", "Fatima", "Oscar", "Nina", "Dr. Shah", "Lucas", "Ingrid", "Mateo", "Hannah", "Uncle Joe", "Zara",
+    "Felix", "Leila", "Mrs. Cole", "Ravi", "Sofia", "Ben", "Amara", "Coach Lee", "Maya", "Viktor", "Rosa", "Ahmed", "Julia",
+    "Sam", "Bianca", "Noah", "Greta", "Pavel", "Mum", "Ibrahim", "Lucy", "Mr. Diaz", "Akira", "Clara", "Jonas", "Mei", "Carlos",
+    "Ruth", "Stefan", "Anya", "Max", "Mrs. Kim", "Olivia", "Samir", "Freya", "Luis", "Dad", "Irene", "Kofi", "Emma", "Hassan",
+    "Molly", "Andre",
 )  # fmt: skip
 EVAL_PEOPLE = (
     "Theo", "Nadia", "Cousin Ray", "Esther", "Omar", "Ms. Grant", "Pablo", "Wendy", "Hugo", "Farah", "Grandpa", "Dmitri",
     "Celeste", "Mr. Osei", "Tara", "Niko",
 )  # fmt: skip
 
-# pattern -> what stands in its gap
-TRAIN_THINGS = {
+PROMPTS = (
+    "Could you book a sunset cruise for Beatrix on Saturday at 6:45 pm?",
+    "Malik needs a dozen cinnamon rolls delivered this Thursday at 8 am.",
+    "Don't let Aunt Olga forget to feed the parrot on Tuesday at 9:30 am, thanks!",
+)
+
+# action -> pattern -> words for its gap
+TRAIN_THINGS: Things = {
     "remind": {
         "call the {}": ("bank", "school", "plumber", "insurance", "embassy", "bakery"),
         "email the {}": ("landlord", "council", "editor", "travel agent"),
@@ -126,8 +132,8 @@ TRAIN_THINGS = {
         "a new {}": ("phone charger", "raincoat", "desk lamp", "bike helmet", "pillow"),
         "a {}": ("chess set", "garden hose", "veggie lasagne", "loaf of rye bread", "jigsaw puzzle", "fruit basket", "yoga mat"),
         "an {}": ("umbrella", "atlas", "apple pie"),
-        "{}": ("printer paper", "oat milk", "blue ink", "cough syrup", "sushi for five", "washing powder", "olive oil", "dish soap",
-               "firewood", "sun cream", "fresh basil", "cat food"),
+        "{}": ("printer paper", "oat milk", "blue ink", "cough syrup", "sushi for five", "washing powder", "olive oil",
+               "dish soap", "firewood", "sun cream", "fresh basil", "cat food"),
     },
     "start": {
         "the {} light": ("porch", "hall", "desk", "attic", "night", "kitchen"),
@@ -144,10 +150,10 @@ TRAIN_THINGS = {
                    "karaoke set", "air conditioner", "electric blanket", "baby monitor", "furnace", "car charger", "printer"),
     },
 }  # fmt: skip
-EVAL_THINGS = {
+EVAL_THINGS: Things = {
     "remind": {
-        "{}": ("call the museum", "turn off the iron", "thank the neighbours", "bring a tent", "shut the windows", "order dog food",
-               "water the tomatoes", "collect the twins"),
+        "{}": ("call the museum", "water the tomatoes", "pay the dentist", "clean the attic", "pick up the twins",
+               "return the tent", "send the wedding photos", "turn off the iron"),
     },
     "book": {
         "a {}": ("table for nine", "ferry to Crete", "passport photo", "salsa class", "guitar lesson", "mountain cabin"),
@@ -155,79 +161,90 @@ EVAL_THINGS = {
         "an {}": ("electrician",),
     },
     "order": {
-        "a {}": ("cheese cake", "bag of flour", "box of mangoes", "bunch of roses", "winter coat"),
+        "a {}": ("fish pie", "bag of flour", "box of mangoes", "bunch of roses", "winter coat"),
         "{}": ("seven balloons", "cat litter", "almond milk"),
     },
     "start": {
-        "the {}": ("dehumidifier", "garden lights", "toaster", "sauna", "bedroom fan", "ice maker", "record player", "patio heater"),
+        "the {}": ("dehumidifier", "garden lights", "toaster", "sauna", "bedroom fan", "ice maker", "record player",
+                   "patio heater"),
     },
 }  # fmt: skip
 
 
-class Dealer:
-    """Deals the cards of a pack in random order, and shuffles again when the pack is empty: everything is used equally often."""
+class Pack(Generic[T]):
+    """Deals its cards in random order and starts over when all are dealt, so that everything comes up about equally often."""
 
-    def __init__(self, rng: random.Random, cards: Sequence[T]) -> None:
-        self.rng, self.cards, self.left = rng, list(cards), []
+    def __init__(self, rng: random.Random, cards: Iterable[T]) -> None:
+        self.rng, self.cards = rng, list(cards)
+        self.left: list[T] = []
 
     def deal(self) -> T:
         if not self.left:
-            # random() is the one method whose sequence Python promises to keep; shuffle() may change with its version
+            # random() promises the same numbers in every version of Python; shuffle() does not.
             self.left = sorted(self.cards, key=lambda _: self.rng.random())
         return self.left.pop()
 
 
-def sentence(phrase: str, opener: str, closer: str, **parts: str) -> str:
-    text = phrase.format(**parts)
-    if phrase[0].islower():
+class Writer:
+    """Writes rows about the given people and things."""
+
+    def __init__(self, rng: random.Random, people: Iterable[str], things: Things) -> None:
+        self.people, self.openers, self.closers, self.styles = (Pack(rng, c) for c in (people, OPENERS, CLOSERS, STYLES))
+        self.phrases = {action: Pack(rng, phrases) for action, phrases in PHRASES.items()}
+        self.things = {action: Pack(rng, spell_out(patterns)) for action, patterns in things.items()}
+
+    def row(self, action: str, moment: Moment) -> Row:
+        who, what, (day, hour, minute) = self.people.deal(), self.things[action].deal(), moment
+        clock = f"{(hour - 1) % 12 + 1}" + (f":{minute}" if minute else "") + (" am" if hour < 12 else " pm")
+        when = self.styles.deal().format(day=day, clock=clock)
+        needs = "I need" if who == "me" else f"{who} needs"
+        request = self.sentence(
+            action, {"who": who, "what": what, "when": when, "When": when[0].upper() + when[1:], "needs": needs}
+        )
+        answer = {"action": action, "who": who, "what": what, "when": f"{day[:3]} {clock}"}
+        return messages(request, json.dumps(answer, separators=(",", ":")))
+
+    def sentence(self, action: str, parts: dict[str, str]) -> str:
+        phrase, opener, closer = self.phrases[action].deal(), self.openers.deal(), self.closers.deal()
+        text = phrase.format(**parts)
+        if not phrase[0].islower():  # a sentence of its own that no opener fits
+            return text + closer
         text = opener + text
-    else:
-        opener = ""
-    mark = "?" if opener in QUESTIONS else "." if opener else closer
-    return text[0].upper() + text[1:] + mark
+        return text[0].upper() + text[1:] + {"": closer, "Please ": "."}.get(opener, "?")
 
 
-def make_row(action: str, who: str, what: str, moment: Moment, *, phrase: str, opener: str, closer: str, style: str) -> Row:
-    day, hour, minute = moment
-    clock = f"{(hour - 1) % 12 + 1}" + (f":{minute}" if minute else "") + (" am" if hour < 12 else " pm")
-    when = style.format(day=day, clock=clock)
-    needs = "I need" if who == "me" else f"{who} needs"
-    request = sentence(phrase, opener, closer, who=who, what=what, when=when, When=when[0].upper() + when[1:], needs=needs)
-    bare = what if action == "remind" else what.removeprefix("a ").removeprefix("an ").removeprefix("the ")
-    answer = {"action": action, "who": who, "what": bare, "when": f"{day[:3]} {clock}"}
-    return {
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": request},
-            {"role": "assistant", "content": json.dumps(answer, separators=(",", ":"))},
-        ]
-    }
+def spell_out(patterns: dict[str, tuple[str, ...]]) -> list[str]:
+    return [pattern.format(word) for pattern, words in patterns.items() for word in words]
 
 
-def make_rows(rng: random.Random, count: int, people: Sequence[str], things: dict[str, dict[str, tuple[str, ...]]], moments: Dealer) -> list[Row]:
-    """`count` rows, the actions in turn."""
-    whos, openers, closers, styles = (Dealer(rng, cards) for cards in (people, OPENERS, CLOSERS, STYLES))
-    phrases = {action: Dealer(rng, cards) for action, cards in PHRASES.items()}
-    whats = {action: Dealer(rng, [p.format(w) for p, words in gaps.items() for w in words]) for action, gaps in things.items()}
-    rows = []
-    for action in itertools.islice(itertools.cycle(PHRASES), count):
-        wording = {"phrase": phrases[action].deal(), "opener": openers.deal(), "closer": closers.deal(), "style": styles.deal()}
-        rows.append(make_row(action, whos.deal(), whats[action].deal(), moments.deal(), **wording))
-    return rows
+def messages(request: str, answer: str | None = None) -> Row:
+    turns = {"system": SYSTEM, "user": request, "assistant": answer}
+    return {"messages": [{"role": role, "content": text} for role, text in turns.items() if text is not None]}
 
 
 def make_all() -> dict[str, list[Row]]:
     """File name -> rows."""
     rng = random.Random(SEED)
-    moments = Dealer(rng, [(d, h, m) for d in DAYS for h in range(7, 22) for m in (0, 15, 30, 45)])
-    held_back = make_rows(rng, 32, EVAL_PEOPLE, EVAL_THINGS, moments)
-    train = make_rows(rng, TRAIN_ROWS, TRAIN_PEOPLE, TRAIN_THINGS, moments)
-    return {"train.jsonl": train, "eval.jsonl": held_back}
+    moments: Pack[Moment] = Pack(rng, itertools.product(DAYS, range(7, 22), (0, 15, 30, 45)))
+    kept_back = [moments.deal() for _ in range(EVAL_ROWS)]
+    # Whole hours three times: people say them more often, and they keep the rows short.
+    usual = [moment for moment in moments.left for _ in range(1 if moment[2] else 3)]
+    evaluation, training = Writer(rng, EVAL_PEOPLE, EVAL_THINGS), Writer(rng, TRAIN_PEOPLE, TRAIN_THINGS)
+    return {
+        "train.jsonl": write(training, Pack(rng, usual), TRAIN_ROWS),
+        "eval.jsonl": write(evaluation, Pack(rng, kept_back), EVAL_ROWS),
+        "prompts.jsonl": [messages(request) for request in PROMPTS],
+    }
+
+
+def write(writer: Writer, moments: Pack[Moment], count: int) -> list[Row]:
+    return [writer.row(action, moments.deal()) for action in itertools.islice(itertools.cycle(PHRASES), count)]
 
 
 def main(folder: Path) -> None:
     for name, rows in make_all().items():
-        (folder / name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="\n")
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / name).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def pick_format(name: str, columns: Iterable[str], mapped: Mapping[str, str], wh
             raise RecipeError(what, where="data.columns", fix=f"Known: {', '.join(sorted(known))}.")
     if name != "auto":
         return formats[0]
-    columns = sorted({*columns, *mapped} - {theirs for ours, theirs in mapped.items() if theirs != ours})
+    columns = sorted({*columns, *mapped} - (set(mapped.values()) - set(mapped)))
     fits = [f for f in formats if set(f.needs) <= set(columns) and set(mapped) <= set(f.needs + f.takes)]
     if len(fits) == 1:
         return fits[0]

@@ -114,7 +114,8 @@ def find_files(path: str) -> list[Path]:
     while not missing.parent.exists():
         missing = missing.parent
     names = os.listdir(missing.parent) if missing.parent.is_dir() else []
-    hint = nearest(missing.name, [name for name in names if name.split(".")[0] == missing.name] or names)
+    same_stem = [name for name in names if name.split(".")[0] == missing.name]
+    hint = f" Did you mean '{same_stem[0]}'?" if same_stem else nearest(missing.name, names)
     raise DataError(f"no such file or folder ('{missing.name}' is not in '{missing.parent.resolve()}').{hint}", where=path)
 
 

@@ -142,7 +142,7 @@ class Template:
         reply = {"role": "assistant", "content": REPLY}
         try:
             asked, prompted = self.render([ask]), self.render([ask], prompt=True)
-            once, twice = self.render([ask, reply]), self.render([ask, reply, {"role": "user", "content": MORE}])
+            once, twice = self.render([ask, reply]), self.render([ask, reply, {"role": "user", "content": MORE}, reply])
         except RowError:
             return Shape()
         if ASK not in prompted or not once.startswith(prompted) or once.count(REPLY) != 1:

@@ -31,16 +31,19 @@ def shard(
 ) -> None:
     """Wraps each of `blocks` (module names) and then `root`, which holds the rest: embeddings, final norm, head.
 
+    On one rank frozen weights that are kept in the compute type are left out: there is nothing to shard or to cast, and gathering
+    them would only copy them.
+
     `forward_methods` are methods of the root that run the model, as its loss: FSDP2 only gathers weights for calls it knows.
     Parameters become DTensors on `world.mesh`; gradients are averaged over it in `reduce_dtype`.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    # Nothing is freed by resharding on one rank; the copy that a gather makes there would only cost time.
-    reshard = strategy.reshard_after_forward and world.size > 1
+    plain = {p for p in root.parameters() if world.size == 1 and not p.requires_grad and p.dtype == compute_dtype}
     for name in blocks:
-        fully_shard(root.get_submodule(name), mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+        block = root.get_submodule(name)
+        fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=strategy.reshard_after_forward, ignored_params=plain)
     # The root's weights are needed first in the backward pass: a re-gather there has nothing to hide behind.
-    fully_shard(root, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(root, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=plain)
     for method in forward_methods:
         register_fsdp_forward_method(root, method)
 

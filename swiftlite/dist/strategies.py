@@ -17,5 +17,5 @@ class Strategy:
     reshard_after_forward: bool
 
 
-NONE = Strategy("none", sharded=False, reshard_after_forward=False)
+NONE = Strategy("none", sharded=False, reshard_after_forward=True)
 FSDP = Strategy("fsdp", sharded=True, reshard_after_forward=True)

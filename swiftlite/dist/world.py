@@ -73,7 +73,8 @@ def join(device: torch.device, sharded: bool) -> World:
     if not dist.is_initialized():
         # Both backends on a GPU: offloaded gradients live on the CPU. A store in memory opens no port.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return World(0, 1, device, init_device_mesh(device.type, (size,)))
 
 

@@ -28,6 +28,11 @@ def vocab_rows(trained: Trained) -> int:
     return weight.shape[0]
 
 
+def override_is_inner(config: Any, key: str) -> bool:
+    """Whether an entry of `model.config_overrides` goes to the text part of a composite config, as when the model is built."""
+    return hasattr(config.get_text_config(), key) and not hasattr(config, key)
+
+
 def model_config(trained: Trained, dtype: torch.dtype, untied: bool) -> tuple[dict[str, Any], list[str]]:
     """The base's config.json in agreement with the tensors written, and notes on what was changed.
 
@@ -39,15 +44,13 @@ def model_config(trained: Trained, dtype: torch.dtype, untied: bool) -> tuple[di
     own = trained.model.config
     if config.get("model_type") != own.model_type:
         # A text model taken out of a composite one: the base's config describes another class.
-        config, notes = (
-            own.to_diff_dict() | {"model_type": own.model_type},
-            [f"config.json is that of the trained {own.model_type} model, not the base's"],
-        )
-        config.pop("architectures", None)
-        config.pop("use_cache", None)  # switched off for training only
+        config = own.to_diff_dict() | {"model_type": own.model_type}
+        for key in ("architectures", "use_cache"):  # the latter is switched off for training only
+            config.pop(key, None)
+        notes.append(f"config.json is that of the trained {own.model_type} model, not the base's")
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     for key, value in trained.config_overrides.items():
-        (text if key not in config and hasattr(own.get_text_config(), key) else config)[key] = value
+        (text if override_is_inner(own, key) else config)[key] = value
     config.setdefault("architectures", [type(trained.model).__name__.removeprefix("FSDP")])
     if config.pop("quantization_config", None) is not None:
         notes.append("quantization_config left out: the weights are written unquantised")
@@ -70,9 +73,10 @@ def model_config(trained: Trained, dtype: torch.dtype, untied: bool) -> tuple[di
 
 
 def generation_config(trained: Trained) -> tuple[dict[str, Any], list[str]]:
-    """The base's generation settings with the trained stop tokens added and contradictions removed, and notes that name what changed."""
-    path = trained.files.folder / "generation_config.json"
-    config, notes = read_json(path) if path.exists() else {}, []
+    """The base's generation settings with trained stop tokens added and contradictions removed, and notes on the changes."""
+    path, notes = trained.files.folder / "generation_config.json", []
+    config = read_json(path) if path.exists() else {}
+    config.pop("_from_model_config", None)  # with it, transformers makes these settings anew from config.json
     for key in ("bos_token_id", "eos_token_id"):
         if config.get(key) is None and (value := _text_value(trained, key)) is not None:
             config[key] = value
@@ -97,7 +101,7 @@ def generation_config(trained: Trained) -> tuple[dict[str, Any], list[str]]:
 
 
 def write_small_files(trained: Trained, folder: Path, config: Mapping[str, Any] | None) -> list[str]:
-    """Writes config.json (if given) and generation_config.json and copies what a remote-code or vision-language base needs beside its weights.
+    """Writes generation_config.json and, of a whole model, config.json and what a remote-code or vision-language base needs.
 
     Returns:
         Notes on changed generation settings.
@@ -120,7 +124,7 @@ def write_small_files(trained: Trained, folder: Path, config: Mapping[str, Any] 
 def _contradiction(config: Mapping[str, Any]) -> str | None:
     """The first setting that transformers' strict validation objects to; None when it has no objection."""
     try:
-        GenerationConfig(**config).validate(strict=True)
+        GenerationConfig(**config).validate(strict=True)  # type: ignore[no-untyped-call]
     except ValueError as e:
         # "- `temperature`: `do_sample` is not set ..." in lists of small faults, "`early_stopping` must be ..." in single ones
         named = re.findall(r"^- `(\w+)`", str(e), re.MULTILINE) or re.findall(r"`(\w+)`", str(e))

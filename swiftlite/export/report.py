@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +43,8 @@ def save(output: Path, parts: Sequence[Part]) -> Path:
     path = output / NAME
     old: Mapping[str, Part] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**old, **{p["format"]: p for p in parts}}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole = {**old, **{p["format"]: _finite(p) for p in parts}}
+    path.write_text(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 
@@ -50,7 +52,8 @@ def lines(part: Part) -> list[str]:
     """What a person reads of it."""
     d, size = part["differences"], sum(f["bytes"] for f in part["files"])
     head = f"{part['format']}: {part['folder']} ({part['dtype']}, {size / 1e6:.1f} MB)"
-    logits = f"largest logit difference {d['max_abs']:.2g} of {d['largest_logit']:.3g}, KL {d['kl']:.2g}, same first token at {d['top1_agreement']:.1%} of {d['positions']} positions"
+    logits = f"largest logit difference {d['max_abs']:.2g} of {d['largest_logit']:.3g}, KL {d['kl']:.2g}, "
+    logits += f"same likeliest token at {d['top1_agreement']:.1%} of {d['positions']} positions"
     return [f"{head} {part['verdict']}: {logits}", *(f"  {note}" for note in part["notes"])]
 
 
@@ -60,7 +63,15 @@ def why(part: Part) -> str:
     if wrong := d["wrong_tensors"]:
         return f"{wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
     found = f"largest logit difference {d['max_abs']:.3g}, relative {d['relative']:.3g}, KL {d['kl']:.3g}"
-    return f"{found}; allowed {limit['max_abs']:.3g} per unit of the largest logit {d['largest_logit']:.3g}, {limit['relative']:.3g}, {limit['kl']:.3g}"
+    allowed = f"{limit['max_abs'] * max(1.0, d['largest_logit']):.3g}, {limit['relative']:.3g}, {limit['kl']:.3g}"
+    return f"{found}; allowed {allowed}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: their names stand for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sha256(path: Path) -> str:

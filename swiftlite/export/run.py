@@ -52,7 +52,7 @@ def export_all(trained: Trained, formats: Sequence[str], section: ExportSection,
         with staged(target) as folder:
             written = exporter.write(trained, folder, section)
             reloaded, faults = exporter.reload(trained, folder, written, _device(trained))
-            limit = tolerance(written.dtype, trained.compute_dtype)
+            limit = tolerance(trained.compute_dtype, written.dtype)
             part = report.part(name, target, folder, written, compare(logits, map(reloaded, rows)), limit, faults)
             del reloaded  # holds a second model
             parts.append(part)

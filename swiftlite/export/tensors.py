@@ -67,7 +67,8 @@ def ties(model: nn.Module, dtype: torch.dtype) -> tuple[set[str], set[str]]:
     """Names the class ties to another weight: those that still equal it when written in `dtype`, and those that no longer do."""
     by_name = {name: piece for piece in pieces(model) for name in piece.shapes}
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    same, different = set(), set()
+    same: set[str] = set()
+    different: set[str] = set()
     for name, source in tied.items():
         if name not in by_name or source not in by_name:
             continue
@@ -84,9 +85,13 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[Piece]:
         yield Piece({prefix + n: t.shape for n, t in _own(base)}, lambda: _merge(module, prefix))
         return
     for name, tensor in _own(module, recurse=False):
-        yield Piece({prefix + name: tensor.shape}, lambda n=prefix + name, t=tensor: {n: whole(t)}, id(tensor))
+        yield _plain_piece(prefix + name, tensor)
     for name, child in module.named_children():
         yield from _walk(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.")
+
+
+def _plain_piece(name: str, tensor: Tensor) -> Piece:
+    return Piece({name: tensor.shape}, lambda: {name: whole(tensor)}, id(tensor))
 
 
 def _own(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +155,7 @@ def _full_fp32(layer: nn.Module) -> Iterator[None]:
         for tuner, merged, caches in marks:
             tuner.merged_adapters = merged
             if hasattr(tuner, "_caches"):
-                tuner._caches = caches
+                tuner._caches = caches  # type: ignore[assignment]
 
 
 @contextmanager

@@ -1,15 +1,14 @@
-"""Answers: batches that equal single answers, streaming, and nothing of prompt or padding in the output."""
+"""Answers: batches that equal single answers, and nothing of prompt or padding in the output."""
 
-import queue
-import threading
+import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swiftlite.data.formats import RowError
 from swiftlite.infer.load import Target
@@ -17,7 +16,18 @@ from swiftlite.infer.prompts import Messages, Prompt, RawText, read_prompts, wri
 from swiftlite.models.tokenizer import pad_id
 from swiftlite.recipe.errors import DataError, RecipeError
 
-__all__ = ["Answer", "Decoding", "complete", "encode", "generate", "read_prompts", "stream", "stream_ids", "write_answers"]
+__all__ = [
+    "Answer",
+    "Decoding",
+    "complete",
+    "decode",
+    "encode",
+    "generate",
+    "read_prompts",
+    "run_batch",
+    "seeded",
+    "write_answers",
+]
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,8 @@ def generate(
     """Answers prompts, in their order.
 
     Args:
-        prompts: messages, texts, or rows of `read_prompts`. A text is a user's message; RawText, and with `raw` every text, is given
-            as it stands.
+        prompts: messages, texts, or rows of `read_prompts`. A text is a user's message; RawText, and with `raw` every text,
+            is given as it stands.
         batch_size: rows of one forward pass. It does not change greedy answers but for rounding; it does change drawn ones.
         seed: of drawn tokens; None: torch's state.
         system: system prompt for messages that have none.
@@ -119,21 +129,21 @@ def encode(target: Target, prompt: Messages | str | Prompt, *, raw: bool = False
 def complete(target: Target, prompts: Sequence[list[int]], decoding: Decoding, batch_size: int = 8) -> list[Answer]:
     """Answers to prompts of ids, in their order. Prompts of like lengths share a batch."""
     answers: dict[int, Answer] = {}
-    with _seeded(decoding.seed):
+    with seeded(target, decoding.seed):
         for rows, room in _batches(target, prompts, decoding.max_new_tokens, batch_size):
-            outs = _run(target, [prompts[i] for i in rows], decoding.config(target, room))
+            outs = run_batch(target, [prompts[i] for i in rows], decoding.config(target, room))
             answers |= {i: _answer(target, prompts[i], out) for i, out in zip(rows, outs, strict=True)}
     return [answers[i] for i in range(len(prompts))]
 
 
 def _batches(target: Target, prompts: Sequence[list[int]], wanted: int, size: int) -> Iterator[tuple[list[int], int]]:
     """Groups of prompt numbers with the new tokens that each row has room for."""
-    # A recurrent state takes in padding too, so there only prompts of one length go together.
-    same_length = getattr(target.model, "_is_stateful", False)
+    # A state kept outside transformers' caches, as RWKV's, takes in padding and mixes rows: there every prompt goes alone.
+    size = 1 if "state" in inspect.signature(target.model.forward).parameters else size
     batch: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i)):
         room = wanted if target.positions is None else min(wanted, target.positions - len(prompts[i]))
-        if batch and (len(batch) == size or room < wanted or (same_length and len(prompts[i]) != len(prompts[batch[0]]))):
+        if batch and (len(batch) == size or room < wanted):
             yield batch, wanted
             batch = []
         if room < wanted:  # near the model's end a batch would cut the answers of its shorter rows
@@ -144,7 +154,7 @@ def _batches(target: Target, prompts: Sequence[list[int]], wanted: int, size: in
         yield batch, wanted
 
 
-def _run(target: Target, rows: Sequence[list[int]], config: GenerationConfig, **hooks: Any) -> list[list[int]]:
+def run_batch(target: Target, rows: Sequence[list[int]], config: GenerationConfig, **hooks: Any) -> list[list[int]]:
     """New ids of one batch, padded behind their stop tokens."""
     width = max(map(len, rows))
     # Padding stands on the left, so that answers follow their prompts; positions are counted from the mask.
@@ -154,7 +164,9 @@ def _run(target: Target, rows: Sequence[list[int]], config: GenerationConfig, **
         ids[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
     device = target.model.device
-    out: Tensor = target.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config, **hooks)
+    out: Tensor = target.model.generate(
+        input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config, **hooks
+    )
     return [[int(t) for t in row[width:].tolist()] for row in out]
 
 
@@ -169,112 +181,13 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class _seeded:
+@contextmanager
+def seeded(target: Target, seed: int | None) -> Iterator[None]:
     """Draws from `seed` inside, and leaves torch's generators as they were; does nothing for None."""
-
-    def __init__(self, seed: int | None) -> None:
-        self.seed, self.fork = seed, torch.random.fork_rng(enabled=seed is not None)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
-
-    def __exit__(self, *exc: Any) -> None:
-        self.fork.__exit__(*exc)
-
-
-def stream(
-    target: Target,
-    prompt: Messages | str | Prompt,
-    *,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    raw: bool = False,
-    system: str | None = None,
-) -> Iterator[str]:
-    """The answer to one prompt piece by piece, as it is made; joined, the pieces are the text of `generate`.
-
-    Raises:
-        as `generate`, at once.
-    """
-    decoding = Decoding(max_new_tokens, temperature, top_p, seed)
-    return stream_ids(target, encode(target, prompt, raw=raw, system=system), decoding)
-
-
-def stream_ids(target: Target, ids: list[int], decoding: Decoding) -> Iterator[str]:
-    """As `stream`, for a prompt of ids. Closing the iterator stops the model after the running step."""
-    tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-    left = threading.Event()
-    room = decoding.max_new_tokens if target.positions is None else min(decoding.max_new_tokens, target.positions - len(ids))
-
-    def work() -> None:
-        try:
-            hooks = {"streamer": _Feed(tokens), "stopping_criteria": StoppingCriteriaList([_Left(left)])}
-            with _seeded(decoding.seed):
-                _run(target, [ids], decoding.config(target, room), **hooks)
-        except BaseException as error:  # raised again where it is awaited
-            tokens.put(error)
-        tokens.put(None)
-
-    thread, text = threading.Thread(target=work, daemon=True), _Text(target.tokenizer)
-    thread.start()
-    try:
-        while (token := tokens.get()) is not None:
-            if isinstance(token, BaseException):
-                raise token
-            if token not in target.stop_ids and (piece := text.add(token)):
-                yield piece
-        if piece := text.rest():
-            yield piece
-    finally:
-        left.set()
-        thread.join()
-
-
-class _Feed(BaseStreamer):
-    """Hands new tokens on; the first thing that transformers puts is the prompt."""
-
-    def __init__(self, tokens: "queue.SimpleQueue[Any]") -> None:
-        self.tokens, self.prompt_seen = tokens, False
-
-    def put(self, value: Tensor) -> None:
-        for token in value.flatten().tolist() if self.prompt_seen else []:
-            self.tokens.put(int(token))
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-class _Left(StoppingCriteria):
-    """Nobody listens any more."""
-
-    def __init__(self, left: threading.Event) -> None:
-        self.left = left
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.left.is_set(), device=input_ids.device, dtype=torch.bool)
-
-
-class _Text:
-    """Text of a growing row of tokens. A piece is given once its characters are whole; earlier tokens give it its spaces."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.ids, self.start, self.done = tokenizer, list[int](), 0, 0
-
-    def add(self, token: int) -> str:
-        self.ids.append(token)
-        return self._new(whole=True)
-
-    def rest(self) -> str:
-        return self._new(whole=False)
-
-    def _new(self, whole: bool) -> str:
-        before, now = (decode(self.tokenizer, self.ids[self.start : end]) for end in (self.done, len(self.ids)))
-        if len(now) <= len(before) or (whole and now.endswith("\ufffd")):
-            return ""
-        self.start, self.done = self.done, len(self.ids)
-        return now[len(before) :]
+    if seed is None:
+        yield
+        return
+    device = target.model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

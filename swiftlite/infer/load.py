@@ -1,33 +1,27 @@
 """Opens a target for use: plain transformers modules, peft layers where there is an adapter, and the template of training."""
 
-import copy
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging as hf_logging
 
 from swiftlite.data.formats import Conversation, RowError
 from swiftlite.data.render import Renderer
 from swiftlite.data.template import template_text
 from swiftlite.dist.world import pick_device
 from swiftlite.infer.locate import Place, locate
-from swiftlite.models.adapters import inject, load_adapter_weights, read_adapter_config
-from swiftlite.models.adapter_files import slots
+from swiftlite.infer.model import attach, load_full, load_plain, pick_dtype
+from swiftlite.models.adapters import read_adapter_config
 from swiftlite.models.build import DTYPES, load_config
-from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.files import TOKENIZER_FILES, ModelFiles, read_json
 from swiftlite.models.sources import resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError, nearest
 from swiftlite.recipe.schema import DataSection, ModelSection, Recipe
+
+DEVICES = ("auto", "cuda", "mps", "cpu")
 
 
 @dataclass(frozen=True)
@@ -78,28 +72,30 @@ def load_target(
         ModelError: nothing to load, or an adapter and a base that do not fit each other.
         RecipeError: no such device or dtype.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise RecipeError(f"'{dtype}' is no data type.{nearest(dtype, DTYPES)}", where="dtype", fix=f"Known: auto, {', '.join(DTYPES)}.")
-    chosen, place = pick_device(device), locate(target)
-    own = {"hub": hub, "trust_remote_code": trust_remote_code}
+    chosen, place = _device(device, dtype), locate(target)
+    own: dict[str, Any] = {"hub": hub, "trust_remote_code": trust_remote_code}
     if place.kind != "model" and place.recipe is not None:
         # What was trained is the base with these changes.
         given = place.recipe.model
-        own |= {"add_tokens": given.add_tokens, "config_overrides": given.config_overrides, "hub": given.hub if hub == "hf" else hub}
+        own |= {
+            "add_tokens": given.add_tokens,
+            "config_overrides": given.config_overrides,
+            "hub": given.hub if hub == "hf" else hub,
+        }
     lora, notes = read_adapter_config(place.name) if place.kind == "adapter" else (None, [])
     notes = place.notes + notes
     files, section = _base(place, lora, base, own)
     config, _ = load_config(files, Recipe(model=section))
     config.use_cache = config.get_text_config().use_cache = True
-    model = _load_plain(files, config, chosen, _dtype(dtype, chosen, config), notes)
+    model = load_plain(files, config, chosen, pick_dtype(dtype, chosen, config), notes)
     tokenizer = _tokenizer(place, files, section, notes)
     if place.kind != "model" and (rows := new_rows(model.get_input_embeddings().weight.shape[0], tokenizer)):
         # Whatever stands in the new rows is replaced: what was trained brings them with it.
         model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + rows, mean_resizing=False)
-    if place.kind == "adapter":
-        _attach(model, place, lora)
+    if lora is not None:
+        attach(model, place.name, lora)
     elif place.kind == "full":
-        _load_full(model, Path(place.name))
+        load_full(model, Path(place.name))
     model.requires_grad_(False).eval()
     renderer = _renderer(tokenizer, place, model, notes)
     stops = _stop_ids(renderer, [Path(place.name), files.folder])
@@ -110,6 +106,16 @@ def load_target(
     name = str(model.dtype).removeprefix("torch.")
     said = f"{what} {place.name}{on} ({type(model).__name__}, {name}, {model.device.type})"
     return Target(model, tokenizer, renderer, stops, said, notes, place.recipe.data if place.recipe else None)
+
+
+def _device(device: str, dtype: str) -> torch.device:
+    for key, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES)):
+        if value not in known:
+            raise RecipeError(f"'{value}' is unknown.{nearest(value, known)}", where=key, fix=f"Known: {', '.join(known)}.")
+    try:
+        return pick_device(device)
+    except RecipeError as error:
+        raise RecipeError(error.what, where="device", fix="Use auto.") from error
 
 
 def _base(place: Place, lora: Any, base: str | None, own: dict[str, Any]) -> tuple[ModelFiles, ModelSection]:
@@ -138,90 +144,6 @@ def _base(place: Place, lora: Any, base: str | None, own: dict[str, Any]) -> tup
     raise ModelError(what, where=place.name, fix="Name its base with --base MODEL (a folder, hub id or GGUF file).") from first
 
 
-def _dtype(wanted: str, device: torch.device, config: Any) -> torch.dtype:
-    if wanted != "auto":
-        return DTYPES[wanted]
-    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-    no_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    # Most CPUs multiply in fp32 only; anything narrower is slower there.
-    if device.type == "cpu" or stored not in DTYPES.values() or (stored == torch.bfloat16 and no_bf16):
-        return torch.float32
-    return stored  # type: ignore[no-any-return]
-
-
-def _load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torch.dtype, notes: list[str]) -> Any:
-    """The model by transformers' own loader; no weight may be missing.
-
-    Raises:
-        ModelError: it cannot be loaded, or a weight is missing.
-    """
-    attention = attention_for(family_for(config), config, device.type)
-    kwargs: dict[str, Any] = {"local_files_only": True, "trust_remote_code": files.remote_code, "output_loading_info": True}
-    # flex_attention compiles anew for every length, and an answer has all of them.
-    kwargs |= {"dtype": dtype, "attn_implementation": "eager" if attention == "flex_attention" else attention}
-    if device.type != "cpu":
-        kwargs["device_map"] = "auto" if device.type == "cuda" and not _fits(files, dtype) else {"": device}
-    try:
-        with _progress_on_terminal():
-            model, found = auto_class(config).from_pretrained(files.folder, config=config, **kwargs)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot be loaded: {str(error).strip().splitlines()[0]}", where=files.folder) from error
-    if missing := sorted(found["missing_keys"]):
-        raise ModelError(f"{len(missing)} weights are missing, such as {missing[0]}", where=files.folder, fix="Fetch the weights again.")
-    if unused := sorted(found["unexpected_keys"]):
-        notes.append(f"{len(unused)} tensors of the files are not used by {type(model).__name__}, such as {unused[0]}")
-    return model
-
-
-def _fits(files: ModelFiles, dtype: torch.dtype) -> bool:
-    """Whether the model and a cache fit the first GPU, judged by the size of its files at 2 bytes a weight."""
-    size = sum(path.stat().st_size for path in files.weights) * max(1, dtype.itemsize / 2)
-    free: int = torch.cuda.mem_get_info(0)[0]
-    return 1.15 * size < free
-
-
-@contextmanager
-def _progress_on_terminal() -> Iterator[None]:
-    shown = hf_logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
-def _attach(model: Any, place: Place, lora: Any) -> None:
-    """Puts an adapter on the model, every tensor of it, in the model's own type."""
-    try:
-        peft = inject(model, lora)
-    except RecipeError as error:
-        raise ModelError(f"the adapter does not fit {type(model).__name__}: {error.what}", where=place.name, fix=error.fix) from error
-    load_adapter_weights(peft, place.name)
-    for slot in slots(model).values():
-        # Spread over several GPUs, each layer's adapter belongs where the layer is.
-        base = slot.layer.get_base_layer() if isinstance(slot.layer, LoraLayer) else slot.layer.original_module
-        device = next(base.parameters()).device
-        if device.type == "meta":
-            fix = "Use device cpu, or export the run as merged and use that."
-            raise ModelError("base model and adapter do not fit the GPUs of this machine", where=place.name, fix=fix)
-        slot.tensor.data = slot.tensor.data.to(device, model.dtype)
-
-
-def _load_full(model: Any, folder: Path) -> None:
-    """Puts the weights of a full fine-tuning checkpoint into its base."""
-    file, parameters = folder / "trainable.safetensors", dict(model.named_parameters(remove_duplicate=False))
-    with safe_open(file, "pt") as tensors:  # type: ignore[no-untyped-call]
-        for name in tensors.keys():  # noqa: SIM118
-            tensor = tensors.get_tensor(name)
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                what = f"{name} {list(tensor.shape)} has no place in {type(model).__name__}"
-                raise ModelError(what, where=file, fix="Name the base it was trained on with --base MODEL.")
-            with torch.no_grad():
-                parameters[name].copy_(tensor)
-
-
 def _tokenizer(place: Place, files: ModelFiles, section: ModelSection, notes: list[str]) -> PreTrainedTokenizerBase:
     """The one saved beside the adapter, else the base's; always with the template that is saved beside the adapter."""
     folder = Path(place.name)
@@ -243,17 +165,16 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, place: Place, model: Any, note
     data = place.recipe.data if place.recipe else DataSection()
     if data.template_kwargs:
         notes.append(f"the chat template gets the run's template_kwargs {data.template_kwargs}")
-    rows = model.get_input_embeddings().weight.shape[0]
-    renderer = Renderer(tokenizer, train_on=data.train_on, template_kwargs=data.template_kwargs, vocab_size=max(rows, len(tokenizer)))
+    rows = max(model.config.get_text_config().vocab_size, len(tokenizer))
+    renderer = Renderer(tokenizer, train_on=data.train_on, template_kwargs=data.template_kwargs, vocab_size=rows)
     # End-of-turn tokens are known once a conversation has been rendered.
-    probe = copy.copy(renderer)
-    probe.train_on = "assistant"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    renderer.train_on = "assistant"
     try:
-        probe.sample(Conversation("probe", "chat", messages=turns))
-        renderer.template = probe.template
+        renderer.sample(Conversation("probe", "chat", messages=turns))
     except (RowError, DataError) as error:
         notes.append(f"the chat template shows no end of an answer: {error}")
+    renderer.train_on = data.train_on
     notes += renderer.notes
     return renderer
 

@@ -56,7 +56,9 @@ def _run(run: Path) -> Place:
             continue
         place = _with_recipe("model" if kind == "model" else "adapter", run / name)
         if good and (good[-1] / checkpoint.MARKER).stat().st_mtime > written.stat().st_mtime:
-            place.notes.append(f"{good[-1].name} is newer than the export {run / name}, which is used; name {good[-1]} to use that one")
+            place.notes.append(
+                f"{good[-1].name} is newer than the export {run / name}, which is used; name {good[-1]} to use that one"
+            )
         return place
     if not good:
         fix = "Train it to its first checkpoint: swiftlite train ... --resume auto."
@@ -66,7 +68,9 @@ def _run(run: Path) -> Place:
 
 def _checkpoint(folder: Path) -> Place:
     if (why := checkpoint.fault(folder)) is not None:
-        raise ModelError(f"not a complete checkpoint: {why}", where=folder, fix="Name the run's folder to take the newest complete one.")
+        raise ModelError(
+            f"not a complete checkpoint: {why}", where=folder, fix="Name the run's folder to take the newest complete one."
+        )
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         return _with_recipe("adapter", folder / "adapter")
     return _with_recipe("full", folder)

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,8 +51,8 @@ class Said(Protocol):
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a JSONL file (also json, csv, parquet).
 
-    `messages`, `conversations`, `instruction` and a `prompt` of messages are rendered by the chat template; an assistant's answer at
-    their end is left out and kept as `expected`. `prompt` and `text` of plain text are given as they stand.
+    `messages`, `conversations`, `instruction` and a `prompt` of messages are rendered by the chat template; an assistant's
+    answer at their end is left out and kept as `expected`. `prompt` and `text` of plain text are given as they stand.
 
     Raises:
         DataError: no such file, no rows, or a row that is no prompt; names file and line.
@@ -101,7 +100,9 @@ def _reading(row: Mapping[str, Any]) -> tuple[Format, dict[str, Any], str | None
     for column in ("prompt", "text"):
         if column in row:
             return TEXT, {**row, "text": row[column]}, expected
-    raise RowError("no prompt", f"none of messages, conversations, instruction, prompt, text is among the columns {', '.join(row)}")
+    raise RowError(
+        "no prompt", f"none of messages, conversations, instruction, prompt, text is among the columns {', '.join(row)}"
+    )
 
 
 def write_answers(path: str | Path | None, rows: Sequence[Prompt], answers: Sequence[Said]) -> None:
@@ -119,18 +120,10 @@ def write_answers(path: str | Path | None, rows: Sequence[Prompt], answers: Sequ
         return
     final = Path(path).expanduser()
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.")
+    part = final.with_name(f".{final.name}.part-{os.getpid()}")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             file.writelines(lines)
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, final)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        part.replace(final)
+    finally:
+        part.unlink(missing_ok=True)

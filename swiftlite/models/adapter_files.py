@@ -55,7 +55,7 @@ class Slot(NamedTuple):
     kind: str
     module: nn.Module
     name: str
-    layer: nn.Module
+    layer: Any
 
     @property
     def tensor(self) -> Tensor:

@@ -74,7 +74,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, targets: list[str] | None
         warnings.simplefilter("ignore")  # on Conv1D, tied weights and renamed bases: all decided before
         try:
             peft = get_peft_model(model, config, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise RecipeError(f"peft refuses this adapter: {str(error).splitlines()[0]}", where="lora") from error
     # peft writes its own name of the base and a condensed, unordered set of targets into the config.
     for name, value in kept.items():
@@ -149,7 +149,7 @@ def init_adapters(model: nn.Module, lora: LoraSection | None, seed: int, device:
     for key, slot in slots(root).items():
         old = slot.tensor
         if id(old) in made:  # copies of a tied embedding and head are one parameter
-            slot.module._parameters[slot.name] = made[id(old)][1]  # type: ignore[assignment]
+            slot.module._parameters[slot.name] = made[id(old)][1]
             continue
         fill(slot.module, slot.name, _first_value(slot, key.removeprefix(PREFIX), seed, gaussian), device)
         made[id(old)] = (old, slot.tensor)

@@ -34,14 +34,15 @@ class Precision:
     def of(cls, wanted: str, device: torch.device) -> "Precision":
         """Resolves train.precision; auto is bf16 on a GPU that has it, else fp32."""
         if wanted == "auto":
-            wanted = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+            native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            wanted = "bf16" if native else "fp32"
         compute = DTYPES[wanted.removesuffix("_pure")]
         return cls(wanted, compute, compute if wanted == "bf16_pure" else torch.float32)
 
 
 @dataclass
 class Built:
-    """A model on its way to training. `root` is the Hugging Face model itself, trained in place; `peft` the handle on its adapters."""
+    """A model on its way to training: `root` is the Hugging Face model itself, trained in place; `peft` holds its adapters."""
 
     root: Any
     family: Family
@@ -68,7 +69,11 @@ def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
     text, notes = config.get_text_config(), []
     for name, value in overrides.items():
         setattr(text if hasattr(text, name) and not hasattr(config, name) else config, name, value)
-    dropped = [k for k, v in text.to_dict().items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 and k not in overrides]
+    dropped = [
+        k
+        for k, v in text.to_dict().items()
+        if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 and k not in overrides
+    ]
     for name in dropped:
         setattr(text, name, 0.0)
     if dropped:
@@ -77,7 +82,9 @@ def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
     return config, notes
 
 
-def skeleton(files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: torch.device) -> Built:
+def skeleton(
+    files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: torch.device
+) -> Built:
     """The model on meta with its adapters: steps 1 to 3 of the build. Costs no memory, so `check` uses it too.
 
     Raises:
@@ -105,7 +112,7 @@ def skeleton(files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBa
         built.notes += extra
     else:
         adapters.select_trainable(root, recipe.train.trainable, family)
-    # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them to compute.
+    # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them.
     for parameter in root.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision.master)
@@ -135,14 +142,18 @@ class _Grown:
 def _grow(root: Any, tensors: dict[str, Any], rows: int, seed: int) -> dict[str, Any]:
     """Gives the embedding and head tensors of a checkpoint the rows of added tokens."""
     modules = {id(m) for m in (root.get_input_embeddings(), root.get_output_embeddings()) if m is not None}
-    ends = {name.split(".")[-1] for name, m in root.named_modules() if id(m) in modules or id(getattr(m, "original_module", None)) in modules}
+    ends = {
+        name.split(".")[-1]
+        for name, m in root.named_modules()
+        if id(m) in modules or id(getattr(m, "original_module", None)) in modules
+    }
     old = root.config.get_text_config().vocab_size - rows
 
     def grows(name: str) -> bool:
         parts = name.split(".")
         return parts[-1] in ("weight", "bias") and len(parts) > 1 and parts[-2] in ends
 
-    return {n: _Grown(t, rows, seed) if grows(n) and list(t.get_shape())[0] == old else t for n, t in tensors.items()}
+    return {n: _Grown(t, rows, seed) if grows(n) and next(iter(t.get_shape())) == old else t for n, t in tensors.items()}
 
 
 def build(
@@ -173,7 +184,15 @@ def build(
     world = join(device, wrap)
     if wrap:
         reduce_dtype = DTYPES[recipe.strategy.reduce_dtype]
-        sharding.shard(root, built.blocks, strategy, world, compute_dtype=precision.compute, reduce_dtype=reduce_dtype, forward_methods=head.METHODS)
+        sharding.shard(
+            root,
+            built.blocks,
+            strategy,
+            world,
+            compute_dtype=precision.compute,
+            reduce_dtype=reduce_dtype,
+            forward_methods=head.METHODS,
+        )
     # 7. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
     tensors = open_weights(files)
     if built.new_rows:

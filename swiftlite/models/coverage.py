@@ -15,7 +15,7 @@ _LABELS = {
     "router": "router",
     "tower": "tower",
     "linear": "linear layers",
-    "bypassed": "not reached by text",
+    "bypassed": "out of reach",
 }
 # What peft puts between a module and its base weight.
 _INNER = {"base_layer", "original_module", "token_adapter"}

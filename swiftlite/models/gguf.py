@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _FORM = 1
 # Source: llama.cpp's table of pre-tokenizer types (src/llama-vocab.cpp).
 _DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _GPT2 = {"", "default", "gpt-2", "gpt2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names and GGUF's
 _LLAMA3 = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"}
 
 
@@ -87,8 +89,26 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
+def _require_whole(header: GgufHeader) -> None:
+    """Raises ModelError when the file ends before its last tensor does, or has tensors of a type that is not known."""
+    from gguf import GGML_QUANT_SIZES
+
+    sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}  # type -> (elements, bytes) of a block
+    there = header.path.stat().st_size
+    for tensor in header.tensors.values():
+        if tensor.kind not in sizes:
+            raise ModelError(
+                f"tensor {tensor.name} is of unknown type {tensor.kind}", where=header.path, fix="pip install -U gguf"
+            )
+        elements, size = sizes[tensor.kind]
+        end = tensor.offset + prod(tensor.shape) // elements * size
+        if end > there:
+            raise ModelError(f"is damaged or cut short: {there} of {end} bytes", where=header.path, fix="Fetch the file again.")
+
+
 def _make(header: GgufHeader, digest: str, target: Path, need_weights: bool) -> None:
     path = header.path
+    _require_whole(header)
     if need_weights:
         size = {"float32": 4}.get(header.dtype, 2)
         require_space(header.elements * size + 64_000_000, target.parent)  # weights, and a tokenizer
@@ -139,7 +159,7 @@ def _plain_errors(path: Path) -> Iterator[None]:
     try:
         with quiet:
             yield
-    except (ValueError, KeyError, NotImplementedError, ImportError, RuntimeError, IndexError) as error:
+    except Exception as error:  # whatever its readers, config checks and writers raise
         if is_disk_full(error):
             raise disk_full(cache_root()) from error
         raise ModelError(
@@ -233,25 +253,29 @@ def _write_tokenizer(header: GgufHeader, config: Any, work: Path) -> None:
         tokenizer.backend_tokenizer.model.ignore_merges = True
         if "tokenizer.ggml.add_bos_token" not in header.fields and tokenizer.bos_token:  # older files: llama.cpp takes it as set
             tokenizer.add_bos_token = True
+    for name, key in _NAMED.items():  # older transformers guess them
+        token_id = header.fields.get(f"tokenizer.ggml.{key}_token_id")
+        setattr(tokenizer, f"{name}_token", None if token_id is None else tokenizer.convert_ids_to_tokens(int(token_id)))
     tokenizer.model_max_length = int(getattr(config, "max_position_embeddings", tokenizer.model_max_length))
-    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(work)
+    # The class name and list key that every transformers since 4 reads; what version 5 writes breaks version 4 and servers on it.
     file = work / "tokenizer_config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
-    # The class name and list key that every transformers since 4 reads; those of 5 break version 4 and servers built on it.
-    saved["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(saved.get("extra_special_tokens"), list):
-        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
-    for name in ("gguf_file", "is_local", "local_files_only", "backend", "revision"):
-        saved.pop(name, None)
-    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = {k: saved[k] for k in (*(f"{n}_token" for n in _NAMED), "chat_template", "model_max_length") if k in saved}
+    extra = saved.get("extra_special_tokens") or saved.get("additional_special_tokens")
+    kept |= {"additional_special_tokens": list(extra)} if extra else {}
+    kept |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _mend_splits(header: GgufHeader, tokenizer: Any, pre: str) -> None:
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
 
     if header.fields.get("tokenizer.ggml.model") != "gpt2":
         return
+    # Bytes and nothing else: older transformers mix SentencePiece's rules in, which turn a written "\u2581" into a blank.
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.backend_tokenizer.normalizer = None
     if pre in _DIGITS:
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)

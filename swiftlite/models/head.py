@@ -49,7 +49,9 @@ class LinearNLL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, transform: LogitTransform) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, transform: LogitTransform
+    ) -> Tensor:
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden_ND) if need_h else None
         grad_w = torch.zeros_like(weight_VD, dtype=torch.float32) if need_w else None
@@ -80,7 +82,9 @@ class LinearNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (factor,) = grad_outputs
-        scaled = tuple(None if g is None else g.mul_(factor.to(g.dtype)).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True))
+        scaled = tuple(
+            None if g is None else g.mul_(factor.to(g.dtype)).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True)
+        )
         ctx.grads = None  # multiplied in place: a second backward pass would be wrong, and fails here instead
         return (*scaled, None, None)
 
@@ -129,7 +133,7 @@ def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def head_gap(root: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Largest difference between our logits and the model's own, relative to the largest logit. Bound to the root as `head_gap`."""
+    """Largest difference between our logits and the model's own, relative to its largest. Bound to the root as `head_gap`."""
     theirs = full_logits(root, inputs).float()
     ours = root.swiftlite_head(root.get_output_embeddings()(hidden_states(root, inputs)))
     return (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
@@ -139,7 +143,7 @@ METHODS = ("nll_sum", "head_gap")
 
 
 def attach(root: Any) -> None:
-    """Gives `root` the methods of this module. They must be methods of the sharded root: FSDP2 gathers weights for nothing else."""
+    """Gives `root` the methods of this module: FSDP2 gathers weights for registered methods of the root and for nothing else."""
     has_head = isinstance(root.get_output_embeddings(), nn.Module)
     root.swiftlite_head = LogitTransform.of(root.config.get_text_config()) if has_head else None
     root.nll_sum = MethodType(nll_sum, root)
@@ -157,4 +161,6 @@ def verify(root: Any, inputs: dict[str, Tensor]) -> str | None:
         if gap <= (1e-4 if next(root.parameters()).dtype == torch.float32 else 3e-2):
             return None
     root.swiftlite_head = None
-    return f"{type(root).__name__} does more to its logits than a linear head: its own forward computes the loss, with all logits in memory"
+    return (
+        f"{type(root).__name__} is more than a body and a linear head: its own forward makes the loss, with all logits in memory"
+    )

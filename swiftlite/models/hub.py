@@ -218,7 +218,10 @@ def _refused(status: int, code: str, repo: str, revision: str | None) -> ModelEr
     if status == 404:
         return ModelError(f"{title} was not found on {hub} (HTTP 404)", fix="Check the id for typing errors.")
     if status == 429:
-        return ModelError(f"{hub} limits the number of requests, and sends no {title} now (HTTP 429)", fix="Wait a few minutes, or set HF_TOKEN.")
+        return ModelError(
+            f"{hub} limits the number of requests, and sends no {title} now (HTTP 429)",
+            fix="Wait a few minutes, or set HF_TOKEN.",
+        )
     return HubUnreachable(f"{hub} cannot serve {title} now (HTTP {status})", fix="Try again later.")
 
 

@@ -16,7 +16,7 @@ def materialise(module: nn.Module, name: str, device: torch.device | str) -> nn.
     old = table[name]
     assert old is not None
     if not old.is_meta:
-        return old  # type: ignore[return-value]
+        return old
     if isinstance(old, DTensor):
         local = torch.empty_like(old.to_local(), device=device)
         new: Tensor = DTensor.from_local(
@@ -25,7 +25,7 @@ def materialise(module: nn.Module, name: str, device: torch.device | str) -> nn.
     else:
         new = torch.empty_like(old, device=device)
     table[name] = nn.Parameter(new, requires_grad=old.requires_grad) if table is module._parameters else new
-    return table[name]  # type: ignore[return-value]
+    return table[name]
 
 
 def fill(module: nn.Module, name: str, full: Tensor, device: torch.device | str) -> None:
@@ -41,7 +41,7 @@ def fill(module: nn.Module, name: str, full: Tensor, device: torch.device | str)
         if isinstance(target, DTensor):
             shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
             full = full[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-            target = target.to_local()  # type: ignore[assignment]
+            target = target.to_local()
         target.copy_(full)
 
 

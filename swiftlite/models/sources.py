@@ -5,7 +5,7 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from swiftlite.models import hub
+from swiftlite.models import hub as hubs
 from swiftlite.models.files import ModelFiles, Weights, check_remote_code, open_weights, read_json, weight_files
 from swiftlite.models.gguf import dequantise_gguf
 from swiftlite.recipe.errors import ModelError, nearest
@@ -46,11 +46,11 @@ def download_model(name: str, *, hub_name: str = "hf", revision: str | None = No
     repo, at = _split(name)
     revision = revision or at
     if hub_name == "modelscope":
-        folder = hub.fetch_from_modelscope(repo, revision, need_weights=True, code=True, refresh=True)
+        folder = hubs.fetch_from_modelscope(repo, revision, need_weights=True, code=True, refresh=True)
     else:
-        hub.check_id(repo)
-        folder = hub.fetch_config(repo, revision, code=True, refresh=True)
-        hub.fetch_weights(repo, revision, folder)
+        hubs.check_id(repo)
+        folder = hubs.fetch_config(repo, revision, code=True, refresh=True)
+        hubs.fetch_weights(repo, revision, folder)
     weight_files(folder)
     return folder
 
@@ -63,12 +63,12 @@ def _split(name: str) -> tuple[str, str | None]:
 def _from_hub(section: ModelSection, need_weights: bool) -> ModelFiles:
     repo, revision = _split(section.name)
     trusted = section.trust_remote_code
-    hub.check_id(repo)
+    hubs.check_id(repo)
     try:
         if section.hub == "modelscope":
-            folder = hub.fetch_from_modelscope(repo, revision, need_weights=False, code=trusted)
+            folder = hubs.fetch_from_modelscope(repo, revision, need_weights=False, code=trusted)
         else:
-            folder = hub.fetch_config(repo, revision, code=trusted)
+            folder = hubs.fetch_config(repo, revision, code=trusted)
     except ModelError as error:
         if (near := near_path(section.name)) is None:
             raise
@@ -79,9 +79,9 @@ def _from_hub(section: ModelSection, need_weights: bool) -> ModelFiles:
     if not need_weights:
         return ModelFiles(folder, repo, revision, [], True, code, _commit(section, folder))
     if section.hub == "modelscope":
-        folder = hub.fetch_from_modelscope(repo, revision, need_weights=True, code=trusted)
+        folder = hubs.fetch_from_modelscope(repo, revision, need_weights=True, code=trusted)
     else:
-        hub.fetch_weights(repo, revision, folder)
+        hubs.fetch_weights(repo, revision, folder)
     weights, is_safetensors = weight_files(folder)
     return ModelFiles(folder, repo, revision, weights, is_safetensors, code, _commit(section, folder))
 

@@ -173,7 +173,7 @@ def peft_config(
     alpha = lora.alpha if lora.alpha is not None else 2 * lora.rank
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -196,8 +196,7 @@ def _in_full(model: PreTrainedModel, entries: Sequence[str], everything: list[st
     A tied embedding and head are one weight: naming either trains that weight, in both places.
     """
     names = [n for n in everything if any(has_suffix(n, e) for e in entries)]
-    inner, outer = name_of(model, model.get_input_embeddings()), name_of(model, model.get_output_embeddings())
-    tied = bool(inner and outer) and model.get_submodule(inner).weight is model.get_submodule(outer).weight
+    inner, outer, tied = _embeddings(model)
     tie = tied and bool({inner, outer} & set(names))
     if tie:
         names = [inner, *(n for n in names if n not in (inner, outer))]
@@ -207,15 +206,22 @@ def _in_full(model: PreTrainedModel, entries: Sequence[str], everything: list[st
     return (short if exact else names), tie
 
 
+def _embeddings(model: PreTrainedModel) -> tuple[str, str, bool]:
+    """Names of the input and the output embedding (empty where there is none), and whether they are one weight."""
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    # Some classes answer with a module that is no projection to the vocabulary.
+    outer = outer if hasattr(outer, "weight") else None
+    return name_of(model, inner), name_of(model, outer), outer is not None and outer.weight is inner.weight
+
+
 def _token_rows(model: PreTrainedModel, indices: Sequence[int], in_full: list[str]) -> dict[str, list[int]]:
     if not indices:
         return {}
     everything = [n for n, _ in model.named_modules() if n]
-    inner, outer = (name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    inner, outer, tied = _embeddings(model)
     if not inner:
         fault = f"{type(model).__name__} names no input embedding, so tokens cannot be added."
         raise RecipeError(fault, where="model.add_tokens")
-    tied = bool(outer) and model.get_submodule(inner).weight is model.get_submodule(outer).weight
     names = [inner] if tied or not outer else [inner, outer]
     rows = {}
     for name in names:

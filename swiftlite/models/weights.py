@@ -74,15 +74,31 @@ def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.de
     for name, parameter in root.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     ignored = [re.compile(p) for p in getattr(root, "_keys_to_ignore_on_load_missing", None) or []]
-    missing = sorted(k for k in info.missing_keys if k not in tied and k not in tied.values() and not any(p.search(k) for p in ignored))
+    missing = sorted(
+        k for k in info.missing_keys if k not in tied and k not in tied.values() and not any(p.search(k) for p in ignored)
+    )
     if info.mismatched_keys:
         name, found, wanted = sorted(info.mismatched_keys)[0]
-        raise ModelError(f"{name} has shape {list(found)}, and the config asks for {list(wanted)}", where=where, fix="Use the config.json that belongs to these weights.")
+        raise ModelError(
+            f"{name} has shape {list(found)}, and the config asks for {list(wanted)}",
+            where=where,
+            fix="Use the config.json that belongs to these weights.",
+        )
     if missing:
-        raise ModelError(f"{len(missing)} weights are missing, such as {missing[0]}", where=where, fix="Fetch the model again; its files are not complete.")
-    expected = [re.compile(p) for p in [*(getattr(root, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]]
+        raise ModelError(
+            f"{len(missing)} weights are missing, such as {missing[0]}",
+            where=where,
+            fix="Fetch the model again; its files are not complete.",
+        )
+    expected = [
+        re.compile(p) for p in [*(getattr(root, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]
+    ]
     unused = sorted(k for k in info.unexpected_keys if not any(p.search(k) for p in expected))
-    return [f"{len(unused)} tensors of the model's files have no place in {type(root).__name__}, such as {unused[0]}"] if unused else []
+    return (
+        [f"{len(unused)} tensors of the model's files have no place in {type(root).__name__}, such as {unused[0]}"]
+        if unused
+        else []
+    )
 
 
 def _tie(view: BaseView, tied: dict[str, str], missing: set[str]) -> None:

@@ -192,13 +192,17 @@ def _lengthen_sources(node: Node, section: str, faults: Faults, notes: list[str]
     """A path, a source or a list of both as a list of sources."""
     if node.value is None:
         return
+    if isinstance(node.value, dict) and node.value and all(name.isdecimal() for name in node.value):
+        path = section.removesuffix("[]")
+        faults.at(node, "a list; one source of it cannot be set.", fix=f"Give it whole: {path}=[a.jsonl, {{path: b.jsonl}}].")
+        node.value = []
     items = node.value if isinstance(node.value, list) else [Node(node.value, node.where, node.key, node.text)]
     for item in items:
         if isinstance(item.value, dict):
             _rename(item, section, faults, notes)
         else:
             item.value = {"path": Node(item.value, item.where, item.key, item.text)}
-    node.value = items
+    node.value, node.made = items, False
 
 
 def spoken(node: Node) -> str:

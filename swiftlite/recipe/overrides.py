@@ -26,16 +26,18 @@ def override(root: Node, text: str, faults: Faults, notes: list[str]) -> None:
     for depth in range(len(parts) - 1, -1, -1):
         node = Node({parts[depth]: node}, WHERE, ".".join(parts[:depth]), made=True)
     aliases.apply(node, faults, notes)
-    _lay_over(root, node, 0)
+    _lay_over(root, node, 0, faults)
 
 
-def _lay_over(below: Node, above: Node, depth: int) -> None:
+def _lay_over(below: Node, above: Node, depth: int, faults: Faults) -> None:
     """Depth 0 is the top level, depth 1 a section; deeper mappings are values, unless the path of an override leads on."""
     if isinstance(below.value, dict) and isinstance(above.value, dict) and (depth < 2 or above.made):
         for name, node in above.value.items():
             if name in below.value:
-                _lay_over(below.value[name], node, depth + 1)
+                _lay_over(below.value[name], node, depth + 1, faults)
             else:
                 below.value[name] = node
     else:
+        if above.made and below.value is not None:
+            faults.at(below, f"not a section, so {above.key} has no keys to set.", fix="Write its keys below it.")
         below.value, below.where, below.key, below.text = above.value, above.where, above.key, above.text

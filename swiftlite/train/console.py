@@ -40,7 +40,14 @@ class Console:
     def begin(self, done: int, total: int) -> None:
         """Starts the progress bar, on a terminal only."""
         if self.rich.is_terminal and not self.quiet:
-            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[info]}"), TextColumn("ETA"), TimeRemainingColumn())
+            columns = (
+                TextColumn("step"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[info]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self.rich, transient=True)
             self._task = self._bar.add_task("train", total=total, completed=done, info="")
             self._bar.start()

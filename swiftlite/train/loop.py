@@ -52,7 +52,7 @@ def fit(run: Run) -> None:
 
 
 def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport:
-    """One optimizer step over its micro-batches. The loss is divided once, by the trained tokens of the whole step over all ranks."""
+    """One optimizer step over its micro-batches. The loss is divided once, by the trained tokens of the step over all ranks."""
     objective, world, scaler = run.objective, run.world, run.scaler
     weight = world.sum(sum(objective.weight(micro.tensors) for micro in group))[0]
     losses = []
@@ -93,7 +93,7 @@ def _blame(run: Run, group: Sequence[MicroBatch], losses: list[Tensor], loss: fl
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     return NonFiniteError(
         f"{what} at step {run.step + 1}, in the rows {shown}.",
-        fix="Lower train.learning_rate, use train.precision bf16 or fp32, or set train.on_nonfinite: skip. Nothing was saved after the last good step.",
+        fix="Lower train.learning_rate, use train.precision bf16 or fp32, or set train.on_nonfinite: skip.",
     )
 
 
@@ -117,4 +117,3 @@ def evaluate(run: Run) -> dict[str, float]:
         row |= {f"eval_loss/{name}": t / max(1, c) for name, (t, c) in sums.items()}
     run.record_eval(row)
     return row
-

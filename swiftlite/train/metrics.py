@@ -12,7 +12,16 @@ from torch import nn
 from swiftlite.train.console import Console
 
 # Dense bf16 matrix rates in FLOP/s by a part of the device's name (vendors' datasheets); first match counts.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "A10": 125e12, "L4": 121e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "A10": 125e12,
+    "L4": 121e12,
+}
 GIB = 2**30
 
 
@@ -25,7 +34,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(root: nn.Module) -> float:
-    """Matrix FLOPs of one trained token without recomputation: 2 per parameter forward, 2 for d(input), 2 for d(weight) of what is trained.
+    """Matrix FLOPs of one token without recomputation: 2 a parameter forward, 2 for d(input), 2 for d(weight) of what is trained.
 
     Source: Kaplan et al. 2020 (6 N), with frozen weights counted 4. Attention scores, which grow with the length, are left out.
     """
@@ -56,11 +65,18 @@ class Metrics:
     def memory(self) -> dict[str, float]:
         """Peak and current GiB of the device's allocator; of the process on a CPU (peak resident size)."""
         if self.device.type == "cuda":
-            return {"peak_memory_gib": torch.cuda.max_memory_allocated() / GIB, "allocated_gib": torch.cuda.memory_allocated() / GIB}
+            return {
+                "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB,
+                "allocated_gib": torch.cuda.memory_allocated() / GIB,
+            }
         status = Path("/proc/self/status")
         if not status.exists():
             return {}
-        kib = {k: int(v.split()[0]) for k, _, v in (line.partition(":") for line in status.read_text().splitlines()) if k in ("VmHWM", "VmRSS")}
+        kib = {
+            k: int(v.split()[0])
+            for k, _, v in (line.partition(":") for line in status.read_text().splitlines())
+            if k in ("VmHWM", "VmRSS")
+        }
         return {"peak_memory_gib": kib["VmHWM"] / 2**20, "allocated_gib": kib["VmRSS"] / 2**20}
 
     def write(self, row: dict[str, Any]) -> None:
@@ -77,9 +93,10 @@ class Metrics:
         rising = len(seen) == seen.maxlen and all(b > a for a, b in zip(seen, list(seen)[1:], strict=False))
         if rising and not self._warned:
             self._warned = True
-            self.console.warn(f"allocated memory grew at each of the last {len(seen)} steps, by {seen[-1] - seen[0]:.2f} GiB in all")
+            self.console.warn(
+                f"allocated memory grew at each of the last {len(seen)} steps, by {seen[-1] - seen[0]:.2f} GiB in all"
+            )
 
     def close(self) -> None:
         while self.trackers:
             self.trackers.pop().finish()
-

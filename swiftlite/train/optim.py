@@ -18,7 +18,10 @@ def _sgd(groups: list[dict[str, Any]], train: TrainSection, fused: bool) -> torc
     return torch.optim.SGD(groups, lr=0.0, fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSection, bool], torch.optim.Optimizer]] = {"adamw": _adamw, "sgd": _sgd}
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSection, bool], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+}
 
 
 def make_optimizer(root: nn.Module, train: TrainSection) -> torch.optim.Optimizer:
@@ -34,7 +37,9 @@ def make_optimizer(root: nn.Module, train: TrainSection) -> torch.optim.Optimize
 
 def state_tensors(root: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state as `<parameter name>:<state name>` -> whole tensor on the CPU."""
-    return {f"{n}:{key}": whole(value).cpu() for n, p in root.named_parameters() for key, value in optimizer.state.get(p, {}).items()}
+    return {
+        f"{n}:{key}": whole(value).cpu() for n, p in root.named_parameters() for key, value in optimizer.state.get(p, {}).items()
+    }
 
 
 def load_state_tensors(root: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
@@ -49,5 +54,6 @@ def load_state_tensors(root: nn.Module, optimizer: torch.optim.Optimizer, tensor
         # A fused optimizer counts its steps on the device; load_state_dict would know, but not of DTensors.
         fused = any(g.get("fused") for g in optimizer.param_groups)
         optimizer.state[p] = {
-            k: laid_out(v, p) if v.shape == p.shape and k != "step" else v.to(p.device if fused else "cpu") for k, v in states[name].items()
+            k: laid_out(v, p) if v.shape == p.shape and k != "step" else v.to(p.device if fused else "cpu")
+            for k, v in states[name].items()
         }

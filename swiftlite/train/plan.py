@@ -94,7 +94,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     if strategy.sharded and device.type == "mps":
         raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")
     if device.type == "mps" and precision.compute != precision.master:
-        raise RecipeError(f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix="Use fp32 or bf16_pure.")
+        raise RecipeError(
+            f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix="Use fp32 or bf16_pure."
+        )
     files = resolve_model(recipe.model, need_weights=need_weights)
     config, _ = load_config(files, recipe)
     tokenizer = load_tokenizer(files, recipe.model)
@@ -112,18 +114,29 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
 
     if not recipe.data.train:
         raise RecipeError("no training data is named", where="data.train", fix="Name a file: data.train: my_rows.jsonl.")
-    train = prepare(recipe.data.train, recipe.data, renderer, max_length=max_length, seed=recipe.seed, eval_split=recipe.data.eval_split)
+    train = prepare(
+        recipe.data.train, recipe.data, renderer, max_length=max_length, seed=recipe.seed, eval_split=recipe.data.eval_split
+    )
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
     shuffle = recipe.data.train_sampling_strategy == "random"
     pad = pad_id(tokenizer)
-    loader = Loader(train.samples, seed=recipe.seed, shuffle=shuffle, rows_per_step=recipe.train.global_batch_size, micro_batch=size, pad_id=pad)
+    loader = Loader(
+        train.samples,
+        seed=recipe.seed,
+        shuffle=shuffle,
+        rows_per_step=recipe.train.global_batch_size,
+        micro_batch=size,
+        pad_id=pad,
+    )
     reports: dict[str, Any] = {"train": train.report}
     evals = {}
     eval_size = recipe.eval.per_device_eval_batch_size or size
     for name, samples, report in _eval_sets(recipe, renderer, max_length, train):
         if name in evals:
-            raise RecipeError(f"two evaluation sets are named '{name}'", where="data.eval", fix="Name them apart: {path: ..., name: ...}.")
+            raise RecipeError(
+                f"two evaluation sets are named '{name}'", where="data.eval", fix="Name them apart: {path: ..., name: ...}."
+            )
         if report is not None:
             reports[name] = report
         evals[name] = Loader(samples, seed=0, shuffle=False, rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad)
@@ -136,7 +149,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     )  # fmt: skip
 
 
-def _eval_sets(recipe: Recipe, renderer: Renderer, max_length: int, train: Prepared) -> Iterator[tuple[str, Sequence[Sample], Any]]:
+def _eval_sets(
+    recipe: Recipe, renderer: Renderer, max_length: int, train: Prepared
+) -> Iterator[tuple[str, Sequence[Sample], Any]]:
     """Evaluation sets as (name, samples, report): held-back rows as `eval`, each source under its name, or its file's."""
     if train.held_back:
         yield "eval", train.held_back, None

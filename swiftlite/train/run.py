@@ -91,7 +91,9 @@ class Run:
         (output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
         name = self.recipe.log.run_name or output.name
         flat = {k: v for k, v in states.flat(self.recipe).items() if isinstance(v, int | float | str | bool)}
-        trackers = make_trackers(self.recipe.log.report_to, self.recipe.log.project or "swiftlite", name, output / "trackers", flat)
+        trackers = make_trackers(
+            self.recipe.log.report_to, self.recipe.log.project or "swiftlite", name, output / "trackers", flat
+        )
         self.metrics = Metrics(output / "metrics.jsonl", self.console, trackers, self.plan.device)
         self.metrics.cut(self.step)
         if found:
@@ -175,14 +177,22 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, then removes old ones, never the best."""
-        if self.last_eval is not None and self.last_eval[0] == self.step and (self.best is None or self.last_eval[1] < self.best["value"]):
+        if (
+            self.last_eval is not None
+            and self.last_eval[0] == self.step
+            and (self.best is None or self.last_eval[1] < self.best["value"])
+        ):
             self.best = {"step": self.step, "value": self.last_eval[1]}
         began = time.monotonic()
-        extra = (lambda folder: adapters.save_adapter(self.built.peft, folder / "adapter")) if self.built.peft is not None else None
+        extra = (
+            (lambda folder: adapters.save_adapter(self.built.peft, folder / "adapter")) if self.built.peft is not None else None
+        )
         if not (self.checkpoints / f"step-{self.step:06d}").exists():
             folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), extra)
             self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
-        checkpoint.rotate(self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None)
+        checkpoint.rotate(
+            self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None
+        )
         self.saved_at = time.monotonic()
         self._clock, self._window = time.perf_counter(), [0, 0.0]
 
@@ -195,4 +205,3 @@ class Run:
         """Frees what only training needed, before an export loads a second model."""
         del self.optimizer
         self.root.zero_grad()
-

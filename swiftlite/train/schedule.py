@@ -22,7 +22,7 @@ class Rate:
     floor: float
 
     def at(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0. The last warm-up step has the peak; no step has a rate of 0 by warm-up."""
+        """Learning rate of step `step`, counted from 0. The last warm-up step has the peak, and none has a rate of 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.total - self.warmup)

@@ -56,7 +56,11 @@ def check(loaded: Loaded, console: Console) -> Plan:
     calm_libraries()
     plan = make_plan(loaded, need_weights=False)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
-    for text in [*plan.lines(), *adapters.coverage(built.root, built.family).lines(), *(f"note: {n}" for n in plan.notes + built.notes)]:
+    for text in [
+        *plan.lines(),
+        *adapters.coverage(built.root, built.family).lines(),
+        *(f"note: {n}" for n in plan.notes + built.notes),
+    ]:
         console.line(text)
     return plan
 

@@ -21,7 +21,13 @@ FREE = (
     "train.max_steps", "model.hub",
 )  # fmt: skip
 # Layout: another way to compute the same steps.
-LAYOUT = ("strategy.*", "train.per_device_train_batch_size", "train.gradient_accumulation_steps", "train.device", "train.gradient_checkpointing")
+LAYOUT = (
+    "strategy.*",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.device",
+    "train.gradient_checkpointing",
+)
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
@@ -52,7 +58,11 @@ def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if any(fnmatch(key, p) for p in LAYOUT):
             notes.append(f"{key} was {before} and is {now}: same learning in another layout")
         else:
-            raise RecipeError(f"the checkpoint was made with {before!r}, and the recipe says {now!r}", where=key, fix=f"Set {key} back, or start anew with another --output.")
+            raise RecipeError(
+                f"the checkpoint was made with {before!r}, and the recipe says {now!r}",
+                where=key,
+                fix=f"Set {key} back, or start anew with another --output.",
+            )
     return notes
 
 
@@ -124,7 +134,11 @@ def restore(run: Any, state: State, where: object) -> None:
     if "optimizer" not in state.tensors:
         raise ModelError("this checkpoint holds weights only (checkpoint.save_only_model) and cannot be resumed", where=where)
     if state.meta["data"] != run.plan.data_hash:
-        raise RecipeError("the training rows are not those of the checkpoint", where="data.train", fix="Bring the data back, or start anew with another --output.")
+        raise RecipeError(
+            "the training rows are not those of the checkpoint",
+            where="data.train",
+            fix="Bring the data back, or start anew with another --output.",
+        )
     load_trainable(run.root, dict(state.tensors["trainable"]), where)
     load_state_tensors(run.root, run.optimizer, state.tensors["optimizer"])
     run.scaler.load_state_dict(state.meta["scaler"])

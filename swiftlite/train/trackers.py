@@ -22,7 +22,9 @@ def make_trackers(names: list[str], project: str, run_name: str, folder: Path, c
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             legal = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise RecipeError(f"unknown tracker '{name}'.{nearest(name, LOGGER_TYPE_TO_CLASS)}", where="log.report_to", fix=f"Known: {legal}.")
+            raise RecipeError(
+                f"unknown tracker '{name}'.{nearest(name, LOGGER_TYPE_TO_CLASS)}", where="log.report_to", fix=f"Known: {legal}."
+            )
         kind = LOGGER_TYPE_TO_CLASS[name]
         try:
             tracker = kind(run_name, str(folder)) if kind.requires_logging_directory else kind(project)

@@ -1,9 +1,9 @@
 """The command line starts fast and loads nothing heavy before it is needed."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -46,19 +46,21 @@ def test_verbs_about_recipes_load_no_torch(arguments):
     assert modules & HEAVY == set()
 
 
-def best_of_3(*command: str, cwd=None) -> float:
+def seconds(*command: str, cwd=None) -> float:
+    """Processor time of a command, best of 3: what it takes on an idle machine, also where other tests run beside it."""
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "swiftlite", *command], capture_output=True, cwd=cwd)
-        times.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(times)
 
 
 def test_help_within_half_a_second():
-    assert best_of_3("--help") < 0.5
+    assert seconds("--help") < 0.5
 
 
 def test_a_mistyped_key_within_a_second(tmp_path):
     (tmp_path / "r.yaml").write_text("model: a\ndata: b\ntrain: {learning_rat: 1}\n")
-    assert best_of_3("train", "r.yaml", cwd=tmp_path) < 1
+    assert seconds("train", "r.yaml", cwd=tmp_path) < 1

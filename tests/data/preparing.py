@@ -33,7 +33,9 @@ def write(path: Path, rows: Sequence[Any]) -> Path:
     return path
 
 
-def prep(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0, eval_split: float = 0, **keys: Any) -> Prepared:
+def prep(
+    path: Path, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0, eval_split: float = 0, **keys: Any
+) -> Prepared:
     """Prepares one file; `keys` are those of the data section."""
     data = DataSection(train=[DataSource(path=str(path))], **{"max_length": 256, **keys})
     renderer = Renderer(

@@ -58,9 +58,9 @@ def test_columns_settle_and_rename():
     assert read(row).kind == "text"
     swapped = read({"prompt": "yo", "completion": "hi"}, columns={"prompt": "completion", "completion": "prompt"})
     assert (swapped.prompt, swapped.completion) == ("hi", "yo")
-    with pytest.raises(RowError, match="no column 'qestion'.*Did you mean 'question'"):
+    with pytest.raises(RowError, match=r"no column 'qestion'.*Did you mean 'question'"):
         read(row, columns={"prompt": "qestion", "completion": "answer"})
-    with pytest.raises(RecipeError, match="no column 'promt' in format auto. Did you mean 'prompt'"):
+    with pytest.raises(RecipeError, match=r"no column 'promt' in format auto\. Did you mean 'prompt'"):
         read(row, columns={"promt": "question"})
 
 
@@ -153,7 +153,9 @@ def test_images_are_refused_by_name():
     assert read({"messages": C1, "images": []}).messages == C1
 
 
-@pytest.mark.parametrize("row", [{"input_ids": "1"}, {"input_ids": [1, 2.0]}, {"input_ids": [1, True]}, {"input_ids": [1], "labels": []}])
+@pytest.mark.parametrize(
+    "row", [{"input_ids": "1"}, {"input_ids": [1, 2.0]}, {"input_ids": [1, True]}, {"input_ids": [1], "labels": []}]
+)
 def test_wrong_tokens(row: dict):
     with pytest.raises(RowError, match="not tokens"):
         read(row)

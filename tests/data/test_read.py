@@ -29,7 +29,13 @@ def test_jsonl_values_keep_type_and_spelling(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("line", "kind"),
-    [(b'{"a": 1', "not JSON"), (b"[1]", "not an object"), (b'{"a": NaN}', "not JSON"), (b'{"a": "\xc4"}', "not utf-8"), (b"[" * 9999, "not JSON")],
+    [
+        (b'{"a": 1', "not JSON"),
+        (b"[1]", "not an object"),
+        (b'{"a": NaN}', "not JSON"),
+        (b'{"a": "\xc4"}', "not utf-8"),
+        (b"[" * 9999, "not JSON"),
+    ],
 )
 def test_a_bad_line_is_one_bad_row(tmp_path: Path, line: bytes, kind: str):
     file = tmp_path / "d.jsonl"
@@ -77,7 +83,11 @@ def test_csv_is_all_text_and_lines_count_through_quoted_newlines(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("data", "what"),
-    [(b"a,a\n1,2\n", "line 1 must name every column once"), (b'a,b\n1,"2\n', "line 2"), (b"a,b\n1,2\n\xc4,1\n", "line 3: byte 0xc4")],
+    [
+        (b"a,a\n1,2\n", "line 1 must name every column once"),
+        (b'a,b\n1,"2\n', "line 2"),
+        (b"a,b\n1,2\n\xc4,1\n", "line 3: byte 0xc4"),
+    ],
 )
 def test_a_broken_csv_is_named(tmp_path: Path, data: bytes, what: str):
     file = tmp_path / "d.csv"
@@ -120,7 +130,9 @@ def test_folders_and_globs_in_order_of_names(tmp_path: Path):
     ("path", "hint"),
     [("data/chta.jsonl", "chat.jsonl"), ("dta/chat.jsonl", "data"), ("./data/chat", "chat.jsonl"), ("data/chat", "chat.jsonl")],
 )
-def test_a_mistyped_path_fails_at_once_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str):
+def test_a_mistyped_path_fails_at_once_with_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
+):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chat.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -94,15 +94,18 @@ def test_random_conversations(name: str):
     pieces = ["a", "assistant", "\n", " ", "user", "model", ":", "é", "🙂", "[INST]", "word", "###"]
     for _ in range(60):
         roles = [chance.choice(["user", "assistant"]) for _ in range(chance.randint(1, 7))]
-        messages = [{"role": role, "content": "".join(chance.choices(pieces, k=chance.randint(0, 5)))} for role in ["user", *roles]]
+        messages = [
+            {"role": role, "content": "".join(chance.choices(pieces, k=chance.randint(0, 5)))} for role in ["user", *roles]
+        ]
         sample = renderer.sample(Conversation("d.jsonl:1", "chat", messages))
         assert sample.input_ids == t.apply_chat_template(messages)["input_ids"]
         assert trained(sample, t) == "".join(answer(m["content"]) for m in messages if m["role"] == "assistant")
 
 
-def test_a_template_whose_only_end_token_is_behind_the_last_turn():
-    t = tok(VICUNA)
-    assert trained(render(t, C1), t) == "yo\nb!</s>"
+@pytest.mark.parametrize("trim_offsets", [False, True])  # trimmed: the header's last space has no width
+def test_a_template_whose_only_end_token_is_behind_the_last_turn(trim_offsets: bool):
+    t = tok(VICUNA, trim_offsets=trim_offsets)
+    assert trained(render(t, C1), t) == "yob!</s>"
 
 
 def test_a_strict_template_keeps_its_own_rules():
@@ -119,6 +122,14 @@ def test_a_template_that_raises_for_prefixes_is_proven_by_substitution():
     with pytest.raises(Exception, match="no"):
         t.apply_chat_template(messages[:3], add_generation_prompt=True)
     assert trained(render(t, messages), t) == "yo<|im_end|>a?<|im_end|>z<|im_end|>"
+
+
+def test_a_first_turn_of_which_the_template_drops_a_part_is_not_provable():
+    t = tok(CHATML.replace("m.content", "m.content.split('|')[-1]"))
+    messages = chat("kept", "q", "b", start="assistant")
+    assert trained(render(t, messages), t) == "kept<|im_end|>b<|im_end|>"
+    with pytest.raises(RowError, match="does not show where assistant message 1"):
+        render(t, chat("dropped|kept", "q", "b", start="assistant"))
 
 
 @pytest.mark.parametrize("template", [THINK, THINK_GP])
@@ -178,7 +189,11 @@ def test_text_rows_have_bos_once_and_a_trained_eos():
 def test_rows_of_ids():
     renderer = Renderer(tok(), vocab_size=300)
     assert renderer.sample(Conversation("d:1", "tokens", input_ids=[7, 8, 299])).labels == [IGNORE, 8, 299]
-    assert renderer.sample(Conversation("d:1", "tokens", input_ids=[7, 8, 9], labels=[7, IGNORE, 9])).labels == [IGNORE, IGNORE, 9]
+    assert renderer.sample(Conversation("d:1", "tokens", input_ids=[7, 8, 9], labels=[7, IGNORE, 9])).labels == [
+        IGNORE,
+        IGNORE,
+        9,
+    ]
     with pytest.raises(RowError, match="input_ids holds 300; the model has ids 0 to 299"):
         renderer.sample(Conversation("d:1", "tokens", input_ids=[300]))
     with pytest.raises(RowError, match="labels holds -1"):
@@ -225,7 +240,7 @@ def test_template_kwargs_are_live_or_refused():
     t = tok("{% if brief %}short {% endif %}" + CHATML)
     renderer = Renderer(t, template_kwargs={"brief": True})
     assert t.decode(renderer.prompt(chat("hi"))).startswith("short <|im_start|>user")
-    with pytest.raises(RecipeError, match="reads no 'breif'. Did you mean 'brief'"):
+    with pytest.raises(RecipeError, match=r"reads no 'breif'\. Did you mean 'brief'"):
         Renderer(t, template_kwargs={"breif": True}).prompt(chat("hi"))
 
 
@@ -258,6 +273,17 @@ def test_tools_reach_the_template():
     sample = Renderer(t).sample(Conversation("d:1", "chat", C1, tools=tools))
     assert sample.input_ids == t.apply_chat_template(C1, tools=tools)["input_ids"]
     assert '"name": "f"' in t.decode(sample.input_ids)
+
+
+def test_a_tokenizer_with_a_template_for_tools():
+    tools = [{"name": "f"}]
+    t = tok({"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML})
+    renderer = Renderer(t)
+    for given in (None, tools):
+        sample = renderer.sample(Conversation("d:1", "chat", C1, tools=given))
+        assert sample.input_ids == t.apply_chat_template(C1, tools=given)["input_ids"]
+        assert trained(sample, t) == "yo<|im_end|>b!<|im_end|>"
+    assert renderer.template == t.chat_template
 
 
 def test_stop_ids_and_notes_tell_of_missing_end_tokens():

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -72,8 +73,9 @@ def train(
     files: ModelFiles, lora: dict[str, object] | None = None, compute: torch.dtype = torch.float32, **changes: object
 ) -> Trained:
     """`lora`: arguments of peft's LoraConfig; None is full fine-tuning with fp32 master weights. `changes`: fields of Trained."""
+    torch.manual_seed(2)
     model = AutoModelForCausalLM.from_pretrained(files.folder, dtype=compute)
-    base_dtype = AutoModelForCausalLM.from_pretrained(files.folder, dtype="auto").dtype
+    base_dtype = AutoConfig.from_pretrained(files.folder).dtype or torch.float32
     model.config.use_cache = False
     wrapper = None
     if lora is None:

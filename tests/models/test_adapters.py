@@ -91,7 +91,9 @@ class TestTargets:
         ]
 
     def test_exclude_and_modules_trained_in_full_are_left_out(self):
-        found = targets_of(llama("meta"), exclude_modules=["layers.0.mlp.up_proj", "down_proj"], modules_to_save=["layers.1.self_attn"])
+        found = targets_of(
+            llama("meta"), exclude_modules=["layers.0.mlp.up_proj", "down_proj"], modules_to_save=["layers.1.self_attn"]
+        )
         assert {n.rpartition(".")[2] for n in found} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
         assert "model.layers.0.mlp.up_proj" not in found
         assert "model.layers.1.mlp.up_proj" in found
@@ -179,13 +181,13 @@ class TestInjection:
         names = adapters.peft_config(model, LoraSection(), targets, "b").target_modules
         assert {"gate_proj", "up_proj", "down_proj", "o_proj", "model.language_model.layers.1.self_attn.q_proj"} <= set(names)
         peft = adapters.inject(model, adapters.peft_config(model, LoraSection(), targets, "b"), targets)
-        assert not any("vision" in key for key in adapters.slots(peft.base_model.model)) if hasattr(adapters, "slots") else True
+        assert len(slots(peft.base_model.model)) == 2 * len(targets)
         assert not any("vision" in key for key in slots(model))
 
     def test_adapters_elsewhere_than_asked_are_noticed(self):
         model = llama("meta")
         config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-        with pytest.raises(ModelError, match="instead of 1; they differ in model.layers.1.self_attn.q_proj"):
+        with pytest.raises(ModelError, match=r"instead of 1; they differ in model\.layers\.1\.self_attn"):
             adapters.inject(model, config, ["model.layers.0.self_attn.q_proj"])
 
 
@@ -204,7 +206,10 @@ class TestFirstValues:
 
     def test_depend_on_seed_and_name_alone(self):
         one, same = (adapters.adapter_state(attach(llama())) for _ in range(2))
-        other, fewer = adapters.adapter_state(attach(llama(), seed=1)), adapters.adapter_state(attach(llama(), target_modules=["v_proj"]))
+        other, fewer = (
+            adapters.adapter_state(attach(llama(), seed=1)),
+            adapters.adapter_state(attach(llama(), target_modules=["v_proj"])),
+        )
         assert all(torch.equal(one[k], same[k]) for k in one)
         first = [k for k in one if "lora_A" in k]
         assert not any(torch.equal(one[k], other[k]) for k in first)
@@ -212,7 +217,7 @@ class TestFirstValues:
         assert all(torch.equal(one[k], v) for k, v in fewer.items())
         # The very numbers: adapters of a seed are the same on every machine and version.
         key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-        torch.testing.assert_close(one[key][0, :3], torch.tensor(FIRST), rtol=0, atol=1e-6)
+        torch.testing.assert_close(one[key][0, :3], torch.tensor([0.01482686, -0.16890688, 0.03501126]), rtol=0, atol=1e-6)
 
     def test_dora_starts_as_the_base_model(self):
         peft, bare = attach(llama(), use_dora=True), llama()
@@ -240,9 +245,6 @@ class TestFirstValues:
         state = adapters.adapter_state(peft)
         assert state["base_model.model.model.embed_tokens.lora_embedding_B"].std() > 0.5
         assert not any("base_layer" in k for k in state)
-
-
-FIRST = [0.0, 0.0, 0.0]
 
 
 def reload(peft, folder, base):
@@ -392,7 +394,10 @@ class TestExistingAdapter:
             ({"rank": 2, "alpha": 5}, r"lora.alpha: 5.0 contradicts .* which has 6"),
             ({"use_dora": True}, r"lora.use_dora: True contradicts .* False"),
             ({"modules_to_save": ["lm_head"]}, r"lora.modules_to_save: \['lm_head'\] contradicts .* \[\]"),
-            ({"target_modules": "all-linear"}, r"all-linear contradicts .* \['q_proj', 'v_proj'\]: they differ in model.layers.0.mlp"),
+            (
+                {"target_modules": "all-linear"},
+                r"all-linear contradicts .* \['q_proj', 'v_proj'\]: they differ in model.layers.0.mlp",
+            ),
         ],
         ids=str,
     )
@@ -464,7 +469,9 @@ class TestTrainable:
         assert model.model.embed_tokens.weight.requires_grad
 
     def test_unmatched(self):
-        with pytest.raises(RecipeError, match=r"train.trainable: 'model.norms.weight' matches no weight. Did you mean 'model.norm.weight'?"):
+        with pytest.raises(
+            RecipeError, match=r"train.trainable: 'model.norms.weight' matches no weight. Did you mean 'model.norm.weight'?"
+        ):
             adapters.select_trainable(llama("meta"), ["*.layers.*", "model.norms.weight"])
 
 

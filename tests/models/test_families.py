@@ -1,5 +1,6 @@
-"""The generic family over tiny random models of many kinds: parts found, adapters attached, trained, saved, loaded by plain peft."""
+"""The generic family over tiny random models: parts found, adapters attached, trained, saved, loaded by plain peft."""
 
+import re
 import warnings
 
 import pytest
@@ -9,6 +10,11 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from swiftlite.models import adapters
 from swiftlite.models.families.describe import describe
@@ -303,7 +309,8 @@ def test_description_adds_up():
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("t5", "encoder-decoder"), ("bert", "encoder"), ("xlnet", "encoder"), ("clip_text_model", "no causal language model")]
+    ("kind", "why"),
+    [("t5", "encoder-decoder"), ("bert", "encoder"), ("xlnet", "encoder"), ("clip_text_model", "no causal language model")],
 )
 def test_what_cannot_be_served_says_so(kind, why):
     config = tf.AutoConfig.for_model(kind)
@@ -384,6 +391,56 @@ def test_a_row_named_like_the_type_is_taken(monkeypatch):
     assert family_for(tf.LlamaConfig()).name == "generic"
     monkeypatch.setitem(tables.FAMILIES, "llama", tables.FAMILIES["molmo2"])
     assert family_for(tf.LlamaConfig()).name == "molmo2"
+
+
+ALL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def shrink(config, depth=0):
+    """At most four layers, in sub-configs too, where a config lets itself be cut."""
+    for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"):
+        if isinstance(value := getattr(config, key, None), int) and value > 4:
+            setattr(config, key, 4)
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        if isinstance(value := getattr(config, key, None), list) and len(value) > 4:
+            setattr(config, key, value[:4])
+    for value in vars(config).values() if depth < 2 else ():
+        if isinstance(value, tf.PreTrainedConfig):
+            shrink(value, depth + 1)
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL_TYPES)
+def test_every_type_of_transformers_is_served_or_refused_by_name(kind):
+    try:
+        config = CONFIG_MAPPING[kind]()
+    except Exception as error:
+        pytest.skip(f"no default config: {error!r:.80}")
+    try:
+        served = auto_class(config)
+    except ModelError as error:
+        refused = error.what
+    else:
+        refused = None
+    if refused is not None:
+        assert re.match(
+            f"model type '{kind}' cannot be served: (it is an encoder|.* no causal language model|.* generates no text)", refused
+        )
+        return
+    try:
+        with torch.device("meta"):
+            model = served.from_config(shrink(config), dtype=torch.bfloat16)
+    except Exception as error:
+        pytest.skip(f"its default config makes no model: {error!r:.80}")
+    family = family_for(config)
+    family.freeze(model)
+    section = LoraSection(rank=2)
+    targets = adapters.lora_targets(model, section, family)
+    adapters.inject(model, adapters.peft_config(model, section, targets, "base"), targets)
+    assert adapters.coverage(model, family).adapted == len(targets)
+    for device in ("cpu", "cuda"):
+        assert attention_for(family, config, device) in ("sdpa", "eager", "flex_attention")
 
 
 @pytest.mark.gpu

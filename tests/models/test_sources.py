@@ -1,4 +1,4 @@
-"""Finding a model: hub, folder, package; each way to fail has its own words, comes in seconds, and asks no network it does not need."""
+"""Finding a model: hub, folder, package. Each fault has its own words, within seconds; no network is asked without need."""
 
 import errno
 import json
@@ -108,7 +108,7 @@ def test_check_fetches_no_weights(stub):
 def test_sharded_weights_come_by_the_index_and_duplicates_do_not(stub, content):
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = {"weight_map": {"a": names[0], "b": names[1]}}
-    shards = {n: content["model.safetensors"] for n in names}
+    shards = dict.fromkeys(names, content["model.safetensors"])
     small = {n: b for n, b in content.items() if n != "model.safetensors"}
     stub.repos["o/sharded"] = {
         **small,

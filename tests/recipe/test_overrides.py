@@ -65,6 +65,12 @@ def test_the_last_one_wins(load):
     assert load("", "seed=1", "seed=2").recipe.seed == 2
 
 
+def test_what_an_override_leads_through_must_be_a_section(refuse):
+    assert refuse("train: 5\n", "train.lr=1").startswith("r.yaml:3: train: not a section")
+    message = refuse("", "data.train.0.path=x", "data.train=y")
+    assert message.startswith("command line: data.train: a list; one source of it cannot be set. Give it whole: data.train=[")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -97,6 +97,7 @@ def test_model_is_missing(refuse):
     assert "r.yaml:1: model: missing" in refuse("model:\ndata: x\n", bare=True)
     assert "data.train: missing" in refuse("model: a\n", bare=True)
     assert "data.train[].path: missing" in refuse("model: a\ndata: {train: [{name: x}]}\n", bare=True)
+    assert "data.train[].path: missing" in refuse("model: a\ndata: {train: {}}\n", bare=True)
 
 
 def test_all_mistakes_are_listed_in_the_order_of_their_lines(refuse):

@@ -46,7 +46,10 @@ def reference(folder, rows, lora, adapters):
     mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows])
     logits = net.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits
     targets = ids.masked_fill(mask == 0, -100)[:, 1:]
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / (targets != -100).sum()
+    loss = (
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        / (targets != -100).sum()
+    )
     loss.backward()
     grads = {n: p.grad for n, p in net.named_parameters() if p.requires_grad}
     return float(loss), float(torch.stack([g.norm() for g in grads.values()]).norm()), grads
@@ -76,7 +79,9 @@ def test_first_step_equals_plain_pytorch(tmp_path, kind, lora, strategy):
             if lora:
                 torch.manual_seed(3)
                 noise = {n: torch.randn(p.shape) * 0.1 for n, p in run.root.named_parameters() if "lora_B" in n}
-            adapters = {n: noise[n] if lora and n in noise else whole(p) for n, p in run.root.named_parameters() if p.requires_grad}
+            adapters = {
+                n: noise[n] if lora and n in noise else whole(p) for n, p in run.root.named_parameters() if p.requires_grad
+            }
             expected = reference(tmp_path / kind.lower(), rows, lora, adapters)
         if lora:
             run.root.zero_grad()
@@ -93,7 +98,15 @@ def test_first_step_equals_plain_pytorch(tmp_path, kind, lora, strategy):
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
 def test_activation_checkpointing_changes_nothing(tmp_path, strategy):
     def run(kind):
-        return first_step(recipe(tmp_path, rows=token_rows(LENGTHS), lora=LORA, strategy=strategy, train={"gradient_checkpointing": kind, "global_batch_size": 4}))
+        return first_step(
+            recipe(
+                tmp_path,
+                rows=token_rows(LENGTHS),
+                lora=LORA,
+                strategy=strategy,
+                train={"gradient_checkpointing": kind, "global_batch_size": 4},
+            )
+        )
 
     (off, off_grads, _), (on, on_grads, again) = run("none"), run("full")
     assert again.root.is_gradient_checkpointing and off.loss == pytest.approx(on.loss, rel=1e-6)
@@ -104,7 +117,12 @@ def test_activation_checkpointing_changes_nothing(tmp_path, strategy):
 def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path):
     values = []
     for size in (1, 2, 3):
-        loaded = recipe(tmp_path, rows=token_rows(LENGTHS + [9]), data={"eval": str(tmp_path / "rows.jsonl")}, eval={"per_device_eval_batch_size": size})
+        loaded = recipe(
+            tmp_path,
+            rows=token_rows([*LENGTHS, 9]),
+            data={"eval": str(tmp_path / "rows.jsonl")},
+            eval={"per_device_eval_batch_size": size},
+        )
         run = Run(make_plan(loaded), Console(quiet=True))
         run.begin()
         values.append(evaluate(run)["eval_loss"])

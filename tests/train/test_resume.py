@@ -28,7 +28,14 @@ def sections(**train_keys):
         "rows": ROWS,
         "lora": {**LORA, "dropout": 0.3},
         "data": {"train_sampling_strategy": "random"},
-        "train": {"global_batch_size": 2, "num_train_epochs": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 1.0, **train_keys},
+        "train": {
+            "global_batch_size": 2,
+            "num_train_epochs": 3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "max_grad_norm": 1.0,
+            **train_keys,
+        },
     }
 
 
@@ -53,12 +60,26 @@ def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, method, strategy):
     keys = sections(**({"optim": "sgd"} if method == "sgd" else {}))
     if method == "full":
         keys["lora"] = None
-    whole = train(recipe(tmp_path, **keys, strategy=strategy, output=str(tmp_path / "whole"), checkpoint={"save_strategy": "steps", "save_steps": 15}))
-    part = {**keys, "strategy": strategy, "output": str(tmp_path / "part"), "checkpoint": {"save_strategy": "steps", "save_steps": 15, "resume": "auto"}}
+    whole = train(
+        recipe(
+            tmp_path,
+            **keys,
+            strategy=strategy,
+            output=str(tmp_path / "whole"),
+            checkpoint={"save_strategy": "steps", "save_steps": 15},
+        )
+    )
+    part = {
+        **keys,
+        "strategy": strategy,
+        "output": str(tmp_path / "part"),
+        "checkpoint": {"save_strategy": "steps", "save_steps": 15, "resume": "auto"},
+    }
     for stop in (7, 11):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             stop_after(patch, stop)
-            train(recipe(tmp_path, **part))
+            with pytest.raises(KeyboardInterrupt):
+                train(recipe(tmp_path, **part))
         torch.manual_seed(stop)  # whatever ran in between must not matter
         random.seed(stop)
     again = train(recipe(tmp_path, **part))
@@ -90,8 +111,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves(tmp_path, number):
-    loaded = recipe(tmp_path, **sections(num_train_epochs=400), checkpoint={"save_strategy": "epoch", "save_total_limit": 1, "resume": "auto"})
-    child = subprocess.Popen([sys.executable, "-m", "swiftlite", "train", loaded.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    loaded = recipe(
+        tmp_path, **sections(num_train_epochs=400), checkpoint={"save_strategy": "epoch", "save_total_limit": 1, "resume": "auto"}
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "swiftlite", "train", loaded.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     log = tmp_path / "out" / "metrics.jsonl"
     while child.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 7):
         time.sleep(0.01)
@@ -127,7 +152,11 @@ def test_changed_rows_are_refused(tmp_path):
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path):
-    keys = {"lora": LORA, "checkpoint": {"save_strategy": "epoch", "save_only_model": True, "resume": "auto"}, "train": {"max_steps": 2}}
+    keys = {
+        "lora": LORA,
+        "checkpoint": {"save_strategy": "epoch", "save_only_model": True, "resume": "auto"},
+        "train": {"max_steps": 2},
+    }
     output = train(recipe(tmp_path, **keys))
     assert not list(output.rglob("optimizer.safetensors"))
     with pytest.raises(ModelError, match="save_only_model"):
@@ -149,8 +178,8 @@ def test_the_best_and_the_newest_stay(tmp_path, limit):  # trial I02
     other = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "zzzzzzzz"}]}
     (tmp_path / "eval.jsonl").write_text(json.dumps(other))
     loaded = recipe(
-        tmp_path, rows=[row], data={"eval": str(tmp_path / "eval.jsonl")}, lora={"rank": 8, "alpha": 16}, train={"max_steps": 6},
-        eval={"eval_strategy": "steps", "eval_steps": 1}, checkpoint={"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit},
+        tmp_path, rows=[row], data={"eval": str(tmp_path / "eval.jsonl")}, lora={"rank": 8, "alpha": 16},
+        train={"max_steps": 6}, eval={"eval_strategy": "steps", "eval_steps": 1}, checkpoint={"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit},
     )  # fmt: skip
     output = train(loaded)
     values = {r["step"]: r["eval_loss"] for r in metrics(output) if "eval_loss" in r}

@@ -138,7 +138,10 @@ def test_A15_null_content_is_empty(tmp_path: Path):
     rows = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": None}]}]
     (sample,) = prep(write(tmp_path / "s.jsonl", rows), t).samples
     asked = {"role": "user", "content": "hi"}
-    rows = [{"messages": [asked, {"role": "assistant", "content": None, "tool_calls": []}]}, {"messages": [asked, {"role": "assistant"}]}]
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": []}]},
+        {"messages": [asked, {"role": "assistant"}]},
+    ]
     for s in (sample, *prep(write(tmp_path / "m.jsonl", rows), t).samples):
         assert trained(s, t) == "<|im_end|>"
         assert "None" not in t.decode(s.input_ids)

@@ -45,7 +45,7 @@ def test_B02_sibling_parquet_fills_no_nulls_in(tmp_path: Path):
 
 def test_B04_a_legacy_encoding_is_named_with_its_place(tmp_path: Path):
     file = tmp_path / "d.jsonl"
-    good = '{"prompt": "a", "completion": "b"}\n'.encode()
+    good = b'{"prompt": "a", "completion": "b"}\n'
     file.write_bytes(good + '{"prompt": "你好", "completion": "b"}\n'.encode("gbk"))
     start = time.monotonic()
     with pytest.raises(DataError) as stopped:

@@ -14,9 +14,9 @@ def test_I10_keep_best_with_rhythms_that_do_not_fit(tmp_path, capsys, verb):
         "model: no/such\ndata: {train: x, eval: y}\neval: {eval_strategy: steps, eval_steps: 50}\n"
         "checkpoint: {metric_for_best_model: eval_loss, save_strategy: steps, save_steps: 30}\n"
     )
-    begin, before = time.perf_counter(), set(sys.modules)
+    begin, before = time.process_time(), set(sys.modules)
     assert run([verb, str(tmp_path / "r.yaml")]) == 2
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert "swiftlite.api" in before or "swiftlite.api" not in sys.modules  # no model was looked for
     message = capsys.readouterr().err
     for words in ("eval.eval_steps: 50", "checkpoint.save_steps: 30"):

@@ -91,12 +91,14 @@ class Family:
 
     def towers_of(self, model: PreTrainedModel) -> list[str]:
         """Names of the encoders of images, sound or video."""
-        own = {type(model.config), type(model.config.get_text_config())}
+        text = model.config.get_text_config()
+        own = {type(model.config), type(text)}
         if not any(isinstance(v, PreTrainedConfig) and type(v) not in own for v in vars(model.config).values()):
             return []
 
         def is_tower(name: str, module: nn.Module) -> bool:
-            return type(module.config) not in own if isinstance(module, PreTrainedModel) else matches(name, self.towers)
+            apart = text is not model.config and isinstance(module, PreTrainedModel)
+            return type(module.config) not in own if apart else matches(name, self.towers)
 
         return list(outermost(n for n, m in model.named_modules() if n and is_tower(n, m)))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from swiftlite.models.families.family import Family
@@ -34,10 +34,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
         reason = "it is an encoder-decoder model"
     elif config.model_type in BOTH_WAYS and not getattr(config, "is_decoder", False):
         reason = "it is an encoder, which sees the tokens it should predict"
-    elif auto := next((a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping), None):
-        return auto
-    else:
+    elif (cls := model_class(config)) is None:
         reason = "transformers has no causal language model of that type"
+    elif not issubclass(cls, GenerationMixin):
+        reason = f"its class {cls.__name__} generates no text"
+    else:
+        return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
     fault = f"model type '{config.model_type}' cannot be served: {reason}."
     raise ModelError(fault, where="model.name", fix="Take a decoder-only language model.")
 
