@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from swiftlite.recipe.errors import RecipeError
+from swiftlite.recipe.errors import RecipeError, nearest
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,12 @@ def pick_device(wanted: str) -> torch.device:
     """The device of `train.device`.
 
     Raises:
-        RecipeError: when this machine lacks the device asked for.
+        RecipeError: when there is no such device, or this machine lacks it.
     """
     has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted != "auto" and wanted not in has:
+        what = f"'{wanted}' is no device.{nearest(wanted, has)}"
+        raise RecipeError(what, where="train.device", fix=f"Known: auto, {', '.join(has)}.")
     if wanted == "auto":
         wanted = next(name for name, there in has.items() if there)
     if not has[wanted]:

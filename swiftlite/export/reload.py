@@ -33,17 +33,12 @@ def load_plain(
 
 
 def logits_of(model: Any) -> Forward:
-    """A function from one row of ids [T] to that model's logits [T, V] in fp32 on the CPU."""
+    """A function from one row of ids [T] to the logits [T, V] of a model in eval mode, in fp32 on the CPU."""
     family = family_for(model.config)
 
     @torch.no_grad()
     def forward(ids: Tensor) -> Tensor:
-        training = model.training
-        model.eval()
-        try:
-            logits: Tensor = model(**family.inputs({"input_ids": ids[None].to(model.device)}), use_cache=False).logits[0]
-        finally:
-            model.train(training)
+        logits: Tensor = model(**family.inputs({"input_ids": ids[None].to(model.device)}), use_cache=False).logits[0]
         return logits.float().cpu()
 
     return forward

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from swiftlite.export import report
 from swiftlite.export.folder import check_target, staged
@@ -43,28 +44,35 @@ def export_all(trained: Trained, formats: Sequence[str], section: ExportSection,
     rows = prompt_rows(trained.prompts)
     if not rows:
         raise ModelError("there is no prompt to compare the exports on", fix="Give at least one row of data.")
-    forward = logits_of(trained.model)
-    logits = [forward(row) for row in rows]
-    parts = []
-    for name in formats:
-        exporter: Exporter = tables.load(tables.EXPORTERS, name)
-        target = output / name
-        with staged(target) as folder:
-            written = exporter.write(trained, folder, section)
-            reloaded, faults = exporter.reload(trained, folder, written, _device(trained))
-            limit = tolerance(trained.compute_dtype, written.dtype)
-            part = report.part(name, target, folder, written, compare(logits, map(reloaded, rows)), limit, faults)
-            del reloaded  # holds a second model
-            parts.append(part)
-            report.save(output, parts)
-            if part["verdict"] != "verified":
-                raise ModelError(
-                    f"the export {name} is not the trained model: {report.why(part)}",
-                    where=target,
-                    fix=f"See {output / report.NAME}.",
-                )
-        gc.collect()
+    training = trained.model.training
+    trained.model.train(False)  # dropout off
+    try:
+        logits = list(map(logits_of(trained.model), rows))
+        parts: list[report.Part] = []
+        for name in formats:
+            parts.append(_export(trained, name, section, output, list(zip(rows, logits, strict=True))))
+            gc.collect()  # the second model
+    finally:
+        trained.model.train(training)
     return parts
+
+
+def _export(
+    trained: Trained, name: str, section: ExportSection, output: Path, expected: Sequence[tuple[Tensor, Tensor]]
+) -> report.Part:
+    """Writes and proves one format. `expected`: rows of ids [T] with the trained model's logits [T, V]."""
+    exporter: Exporter = tables.load(tables.EXPORTERS, name)
+    target = output / name
+    with staged(target) as folder:
+        written = exporter.write(trained, folder, section)
+        forward, faults = exporter.reload(trained, folder, written, _device(trained))
+        found = compare([logits for _, logits in expected], (forward(row) for row, _ in expected))
+        part = report.part(name, target, folder, written, found, tolerance(trained.compute_dtype, written.dtype), faults)
+        report.save(output, [part])
+        if part["verdict"] != "verified":
+            fault = f"the export {name} is not the trained model: {report.why(part)}"
+            raise ModelError(fault, where=target, fix=f"See {output / report.NAME}.")
+    return part
 
 
 def _device(trained: Trained) -> torch.device:

@@ -8,12 +8,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.pytorch_utils import Conv1D
 
-from swiftlite.models.placing import whole
+from swiftlite.dist.tensors import whole
 from swiftlite.recipe.errors import ModelError
 
 # Wrappers of activation checkpointing and compilation: they stand in the module tree, not in Hugging Face names.
@@ -115,9 +117,11 @@ def _merge(layer: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors of an adapted layer after merging in fp32. The layer itself stays as it was.
 
     Raises:
-        ModelError: peft cannot merge this kind of adapter.
+        ModelError: peft cannot merge this kind of adapter, or the merged layer does not compute what the adapted one does.
     """
     with torch.no_grad(), _full_fp32(layer), _exact_products():
+        probe = _probe(layer)
+        outputs = [] if probe is None else [base_layer(layer).forward(probe), layer.forward(probe)]
         try:
             if hasattr(layer, "unload_and_optionally_merge_module"):
                 merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
@@ -128,7 +132,31 @@ def _merge(layer: Any, prefix: str) -> dict[str, Tensor]:
             if isinstance(e, torch.OutOfMemoryError):
                 raise
             raise ModelError(f"the adapter on {prefix.rstrip('.')} cannot be merged: {e}", fix="Use export: [adapter].") from e
+        if outputs and not _agree(*outputs, merged.forward(probe)):
+            raise ModelError(
+                f"merging the adapter on {prefix.rstrip('.')} changes what it computes", fix="Use export: [adapter]."
+            )
         return {prefix + name: tensor.detach() for name, tensor in _own(merged)}
+
+
+def _probe(layer: nn.Module) -> Tensor | None:
+    """A small input of a LoRA layer: random numbers, or ids that spread over an embedding. None for what takes other inputs."""
+    base, generator = base_layer(layer), torch.Generator().manual_seed(0)
+    if not isinstance(layer, LoraLayer) or not isinstance(base, nn.Linear | Conv1D | nn.Embedding):
+        return None
+    device = base.weight.device
+    if isinstance(base, nn.Embedding):
+        return torch.randint(base.num_embeddings, (16,), generator=generator).to(device)
+    return torch.randn(16, base.weight.shape[0 if isinstance(base, Conv1D) else 1], generator=generator).to(device)
+
+
+def _agree(base: Tensor, adapted: Tensor, merged: Tensor) -> bool:
+    """Whether outputs before and after merging differ by rounding only, measured by what the adapter adds to the base's output.
+
+    What is not finite is left to the writer, which names the tensor.
+    """
+    limit = 0.01 * (adapted - base).norm() + 1e-5 * adapted.norm()
+    return not bool(torch.isfinite(merged).all()) or bool((merged - adapted).norm() <= limit)
 
 
 @contextmanager

@@ -26,16 +26,16 @@ class Tolerance:
     kl: float
 
 
-# By the type in which the trained model multiplies, and the type written. Measured on SmolLM2-135M (30 layers) after a short LoRA
-# training, as relative difference and KL; limits leave a factor of about 4, ten for KL:
-#   fp32 -> fp32   4e-6   0      merging only reorders sums
-#   fp32 -> fp16   0.002  3e-7   weights are rounded            fp16 -> fp16   0.008  7e-6   activations are rounded too, in both
-#   fp32 -> bf16   0.018  2e-5                                  bf16 -> bf16   0.08   5e-4
-# The same by faults: a norm weight 1% off 0.011, 8e-6; one layer without its adapter 0.12, 9e-4; adapter scaled by 1.4 0.66, 0.1;
-# half of the layers without adapter 1.6, 0.1; no adapter 2.7, 3.5. What 16 bits hide here, the exact comparison of tensors sees.
+# By the type in which the trained model multiplies, and the type written. Measured as relative difference and KL on SmolLM2-135M (30
+# layers) after 6 and after some hundred LoRA steps, and on an 8B model with random weights; limits leave a factor of three or more:
+#   fp32 -> fp32   4e-6    1e-11         merging only reorders sums
+#   fp32 -> fp16   0.006   2e-5          weights are rounded
+#   fp32 -> bf16   0.02 to 0.05, 2e-5 to 1.4e-3          bf16 -> bf16   0.06 to 0.1, 5e-4 to 7e-3   activations are rounded too
+# Faults on SmolLM2: a norm weight 1% off 0.011, 8e-6; one layer without its adapter 0.12, 9e-4; adapter scaled by 1.4 0.66, 0.1; half of
+# the layers without adapter 1.6, 0.1; no adapter 2.7, 3.5. What 16 bits hide here, the exact comparison of tensors sees.
 _EXACT = Tolerance(1e-4, 1e-4, 1e-6)
-_ROUNDED = {torch.float16: Tolerance(0.01, 0.01, 1e-5), torch.bfloat16: Tolerance(0.05, 0.08, 3e-4)}
-_COMPUTED = {torch.float16: Tolerance(0.03, 0.04, 1e-4), torch.bfloat16: Tolerance(0.2, 0.3, 5e-3)}
+_ROUNDED = {torch.float16: Tolerance(0.02, 0.03, 2e-4), torch.bfloat16: Tolerance(0.15, 0.15, 6e-3)}
+_COMPUTED = {torch.float16: Tolerance(0.05, 0.06, 1e-3), torch.bfloat16: Tolerance(0.3, 0.3, 0.03)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from swiftlite.models.placing import fill, whole
+from swiftlite.dist.tensors import whole
+from swiftlite.models.placing import fill
 from swiftlite.recipe.errors import ModelError
 
 ADAPTER = "default"
@@ -41,6 +42,22 @@ _SERVED = {
 }
 
 _NOTHING = (None, False, "", [], {})
+# Always written, in this order. The rest only where it says something: older peft versions stop at keys that they do not know.
+_WRITTEN = (
+    *(
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "bias",
+    ),
+    *("use_rslora", "use_dora", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out", "init_lora_weights"),
+    "peft_version",
+)
 
 
 class Slot(NamedTuple):
@@ -185,20 +202,33 @@ def adapter_state(peft: PeftModel) -> dict[str, Tensor]:
     return {key: whole(slot.tensor).to("cpu", copy=True).contiguous() for key, slot in slots(root).items()}
 
 
-def save_adapter(peft: PeftModel, folder: str | Path) -> None:
-    """Writes a folder that plain peft loads. All ranks must call it; the first one writes."""
-    tensors, config = adapter_state(peft), peft.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / CONFIG).write_text(json.dumps(_plain(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file(tensors, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+def save_adapter(peft: PeftModel, folder: str | Path, **named: Any) -> dict[str, Any]:
+    """Writes a folder that plain peft loads, and returns its config. All ranks must call it; the first one writes.
+
+    Args:
+        named: values that replace those of the config, as the base's name.
+    """
+    tensors, config = adapter_state(peft), adapter_config(peft, **named)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+    return config
+
+
+def adapter_config(peft: PeftModel, **named: Any) -> dict[str, Any]:
+    """Content of adapter_config.json: known keys first, then whatever differs from peft's default; lists sorted."""
+    config = peft.peft_config[ADAPTER]
+    values, default = config.to_dict() | {"inference_mode": True, **named}, type(config)().to_dict()
+    values["task_type"] = values["task_type"] or "CAUSAL_LM"
+    rest = sorted(k for k in values if k not in _WRITTEN and _plain(values[k]) != _plain(default.get(k)))
+    return {key: _plain(values[key]) for key in (*_WRITTEN, *rest)}
 
 
 def _plain(value: Any) -> Any:
     """A config value as JSON has it; sets become sorted lists, so that the same adapter gives the same bytes."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, set):
+    if isinstance(value, set | frozenset):
         return sorted(value)
     return value.value if isinstance(value, Enum) else value

@@ -12,6 +12,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from swiftlite.dist.tensors import whole
 from swiftlite.models.adapter_files import (
     ADAPTER,
     PREFIX,
@@ -24,7 +25,7 @@ from swiftlite.models.adapter_files import (
 )
 from swiftlite.models.coverage import Coverage, coverage
 from swiftlite.models.families.family import Family
-from swiftlite.models.placing import fill, materialise, whole
+from swiftlite.models.placing import fill
 from swiftlite.models.sources import ModelFiles
 from swiftlite.models.targets import lora_targets, matched, peft_config, select_trainable
 from swiftlite.recipe.errors import ModelError, RecipeError
@@ -193,7 +194,6 @@ __all__ = [
     "inject",
     "load_adapter_weights",
     "lora_targets",
-    "materialise",
     "peft_config",
     "read_adapter_config",
     "save_adapter",

@@ -42,7 +42,7 @@ def download_model(name: str, *, hub_name: str = "hf", revision: str | None = No
     """
     path = _local_path(name)
     if path is not None:
-        return _local(path, True, trusted=True).folder
+        return _local(path, True, trusted=None).folder
     repo, at = _split(name)
     revision = revision or at
     if hub_name == "modelscope":
@@ -90,7 +90,8 @@ def _commit(section: ModelSection, folder: Path) -> str | None:
     return folder.name if section.hub == "hf" else None  # snapshots/<commit> is the layout of the hub's cache
 
 
-def _local(path: Path, need_weights: bool, trusted: bool) -> ModelFiles:
+def _local(path: Path, need_weights: bool, trusted: bool | None) -> ModelFiles:
+    """`trusted` None: nothing will be loaded, so code in the folder is no matter."""
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError("is a file, and no GGUF one", where=path, fix="Give the folder it lies in.")
@@ -99,7 +100,7 @@ def _local(path: Path, need_weights: bool, trusted: bool) -> ModelFiles:
         folder = path.absolute()  # not resolve(): a link's own name may be what the user means to keep
         if not (folder / "config.json").exists():
             raise ModelError("has no config.json, so it is no model folder", where=path, fix=_folder_hint(folder))
-    code = check_remote_code(folder, trusted)
+    code = trusted is not None and check_remote_code(folder, trusted)
     weights, is_safetensors = weight_files(folder) if need_weights else ([], True)
     return ModelFiles(folder, str(folder), None, weights, is_safetensors, code)
 

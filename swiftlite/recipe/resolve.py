@@ -8,7 +8,7 @@ from typing import Any
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import nearest
 from swiftlite.recipe.reading import Faults
-from swiftlite.recipe.schema import Recipe
+from swiftlite.recipe.schema import LoraSection, Recipe
 
 DEFAULT_GLOBAL_BATCH_SIZE = 16
 TOTAL, MICRO, STEPS = "train.global_batch_size", "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
@@ -93,7 +93,7 @@ def resolve(loaded: Loaded, data_size: int | None = None) -> Loaded:
     Raises:
         RecipeError: lists all keys that do not fit each other.
     """
-    draft = _Draft(loaded)
+    draft = _Draft(_imply_lora(loaded))
     _fill_batch(draft, data_size)
     _fill_defaults(draft)
     _check_names(draft)
@@ -102,9 +102,17 @@ def resolve(loaded: Loaded, data_size: int | None = None) -> Loaded:
     return draft.done()
 
 
+def _imply_lora(loaded: Loaded) -> Loaded:
+    """An existing adapter says itself how it is made: going on from it needs no lora section."""
+    if loaded.recipe.lora or not loaded.recipe.model.adapter:
+        return loaded
+    recipe = loaded.recipe.model_copy(update={"lora": LoraSection()})
+    return replace(loaded, recipe=recipe, origins=loaded.origins | {"lora": "method: model.adapter"})
+
+
 def _fill_defaults(draft: _Draft) -> None:
     recipe, method = draft.loaded.recipe, draft.loaded.method
-    if recipe.lora:
+    if recipe.lora and not recipe.model.adapter:
         draft.fill("lora.alpha", 2 * recipe.lora.rank, "default: 2 * lora.rank")
     draft.fill("train.learning_rate", {"lora": 2e-4, "dora": 1e-4}.get(method, 1e-5), f"method: {method}")
     draft.fill("export.formats", ["adapter" if recipe.lora else "merged"], f"method: {method}")
@@ -185,8 +193,6 @@ def _check_method(draft: _Draft) -> None:
         draft.fault("data.train", "missing.", "Write `data: file.jsonl`.")
     if recipe.lora and recipe.train.trainable:
         draft.fault("train.trainable", "partial full tuning and a lora section exclude each other.", "Keep one of them.")
-    if recipe.model.adapter and not recipe.lora:
-        draft.fault("model.adapter", "an adapter is trained on with a lora section only.", "Add `lora: true`.")
     if "adapter" in draft["export.formats"] and not recipe.lora:
         draft.fault("export.formats", "'adapter' needs a lora section.", "Write `export: merged`.")
     if recipe.strategy.wrap and recipe.strategy.name == "none":

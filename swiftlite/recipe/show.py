@@ -12,7 +12,7 @@ def effective(loaded: Loaded) -> list[tuple[str, Any, str]]:
     data, rows = public(loaded.recipe), []
     for key in keys().values():
         holder = data[key.parent] if key.parent and "[]" not in key.parent else data
-        if "[]" in key.path or holder is None or (holder is data and isinstance(data[key.name], dict)):
+        if "[]" in key.path or key.name not in (holder or ()) or (holder is data and isinstance(data[key.name], dict)):
             continue
         rows.append((key.path, holder[key.name], loaded.origins.get(key.path, "default")))
     return rows

@@ -18,6 +18,9 @@ def public(recipe: Recipe) -> dict[str, Any]:
     for part in ("train", "eval"):
         sources = getattr(recipe.data, part)
         data["data"][part] = [source.model_dump(mode="json", exclude_defaults=True) for source in sources]
+    if recipe.lora and recipe.model.adapter:
+        # The adapter says the rest: our defaults are not what it has, and written out they would contradict it.
+        data["lora"] = recipe.lora.model_dump(mode="json", exclude_unset=True)
     for path, text in recipe._written.items():
         inner: Any = data
         for step in path[:-1]:

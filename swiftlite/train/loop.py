@@ -40,7 +40,7 @@ def fit(run: Run) -> None:
     if run.step == 0 and run.recipe.eval.eval_on_start and run.plan.evals:
         evaluate(run)
     while run.step < run.schedule.total:
-        report = train_step(run, run.plan.loader.group(run.step), run.schedule.rate.at(run.step))
+        report = train_step(run, run.next_group(), run.schedule.rate.at(run.step))
         run.step += 1
         run.record(report)
         if run.schedule.eval_due(run.step) and run.plan.evals:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftlite.data.loader import MicroBatch
 from swiftlite.dist import checkpoint
-from swiftlite.models import adapters
+from swiftlite.export import adapter
+from swiftlite.export.trained import Trained
 from swiftlite.models.build import build
 from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe import tables
@@ -23,6 +25,9 @@ from swiftlite.train.metrics import Metrics, flops_per_token, peak_flops
 from swiftlite.train.optim import make_optimizer
 from swiftlite.train.plan import Plan
 from swiftlite.train.trackers import make_trackers
+
+# Rows on which exports are compared with the trained model: real ones, short enough to run twice on a CPU.
+PROMPTS, PROMPT_TOKENS = 4, 256
 
 
 class Stop:
@@ -70,7 +75,7 @@ class Run:
         self.stop = Stop()
         self.saved_at = time.monotonic()
         self.last_eval: tuple[int, float] | None = None
-        self._clock, self._window = time.perf_counter(), [0, 0.0]
+        self._restart_window()
         self._flops, self._peak = flops_per_token(self.root), peak_flops(plan.device)
 
     @property
@@ -99,7 +104,7 @@ class Run:
         if found:
             self.console.line(f"resumed   from {found} at step {self.step:,} of {self.schedule.total:,}")
         self.console.begin(self.step, self.schedule.total)
-        self._clock = time.perf_counter()
+        self._restart_window()
 
     def _resume(self) -> Path | None:
         wanted = self.recipe.checkpoint.resume
@@ -125,6 +130,13 @@ class Run:
         states.restore(self, saved, folder)
         return folder
 
+    def next_group(self) -> list[MicroBatch]:
+        """The micro-batches of the coming step; the time that takes is logged."""
+        began = time.perf_counter()
+        group = self.plan.loader.group(self.step)
+        self._waited += time.perf_counter() - began
+        return group
+
     def to_model(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch on the run's device, with what the family's forward wants beside ids."""
         moved = {k: v.to(self.plan.device, non_blocking=True) for k, v in tensors.items()}
@@ -135,20 +147,20 @@ class Run:
         self.counters["tokens"] += report.tokens
         self.counters["trained_tokens"] += report.trained_tokens
         self.counters["skipped_steps"] += report.skipped
-        self._window[0] += report.tokens
+        self._tokens += report.tokens
         memory = self.metrics.memory()
         if "allocated_gib" in memory and self.plan.device.type == "cuda":
             self.metrics.watch_growth(memory["allocated_gib"])
         if report.skipped:
             self.console.warn(f"step {self.step} was skipped: loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}")
         elapsed = time.perf_counter() - self._clock
-        rate = self._window[0] / max(elapsed, 1e-9)
+        rate = self._tokens / max(elapsed, 1e-9)
         self.console.advance(self.step, f"loss {report.loss:.4f}  {rate:,.0f} tok/s")
         if not self.schedule.log_due(self.step):
             return
         row = {
             "step": self.step, "epoch": self.schedule.epoch(self.step), "loss": report.loss, "grad_norm": report.grad_norm,
-            "learning_rate": self.schedule.rate.at(self.step - 1), "tokens_per_second": rate, **self.counters, **memory,
+            "learning_rate": self.schedule.rate.at(self.step - 1), "tokens_per_second": rate, "data_wait_s": self._waited, **self.counters, **memory,
         }  # fmt: skip
         if self._peak:
             row["mfu"] = rate * self._flops / self._peak
@@ -157,7 +169,11 @@ class Run:
             f"step {self.step:>6,}/{self.schedule.total:,}  loss {report.loss:.4f}  norm {report.grad_norm:.3f}  rate {row['learning_rate']:.2e}"
             f"  {rate:,.0f} tok/s" + (f"  {memory['peak_memory_gib']:.1f} GiB" if memory else "")
         )
-        self._clock, self._window = time.perf_counter(), [0, 0.0]
+        self._restart_window()
+
+    def _restart_window(self) -> None:
+        """Rates are over the steps since the last log row; evaluating and saving are not training time."""
+        self._clock, self._tokens, self._waited = time.perf_counter(), 0, 0.0
 
     def record_eval(self, row: dict[str, Any]) -> None:
         """Logs an evaluation and remembers the best step by checkpoint.metric_for_best_model."""
@@ -167,8 +183,7 @@ class Run:
         self.last_eval = (self.step, row[name])
         self.metrics.write({"step": self.step, "epoch": self.schedule.epoch(self.step), **row})
         self.console.line(f"eval at step {self.step:,}  " + "  ".join(f"{k} {v:.4f}" for k, v in row.items()))
-        # Time spent evaluating is not training time.
-        self._clock, self._window = time.perf_counter(), [0, 0.0]
+        self._restart_window()
 
     def save_due(self) -> bool:
         minutes = self.recipe.checkpoint.save_minutes
@@ -184,17 +199,38 @@ class Run:
         ):
             self.best = {"step": self.step, "value": self.last_eval[1]}
         began = time.monotonic()
-        extra = (
-            (lambda folder: adapters.save_adapter(self.built.peft, folder / "adapter")) if self.built.peft is not None else None
-        )
         if not (self.checkpoints / f"step-{self.step:06d}").exists():
-            folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), extra)
+            folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), self._write_adapter)
             self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
         checkpoint.rotate(
             self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None
         )
         self.saved_at = time.monotonic()
-        self._clock, self._window = time.perf_counter(), [0, 0.0]
+        self._restart_window()
+
+    def _write_adapter(self, folder: Path) -> None:
+        """The adapter beside a checkpoint's tensors, as the exporter writes it: with tokenizer and template, ready for use."""
+        if self.built.peft is not None:
+            (folder / "adapter").mkdir()
+            adapter.write(self.trained(), folder / "adapter", self.recipe.export)
+
+    def trained(self) -> Trained:
+        """What the exporters need of the model as it is now."""
+        plan, template = self.plan, self.plan.renderer.template
+        return Trained(
+            model=self.root,
+            peft=self.built.peft,
+            files=plan.files,
+            tokenizer=plan.tokenizer,
+            tokens_added=bool(self.recipe.model.add_tokens),
+            chat_template=template if template != plan.tokenizer.chat_template else None,
+            stop_ids=plan.renderer.stop_ids,
+            prompts=[s.input_ids[:PROMPT_TOKENS] for s in plan.train.samples[:PROMPTS]],
+            base_dtype=self.built.base_dtype,
+            compute_dtype=plan.precision.compute,
+            trust_remote_code=self.recipe.model.trust_remote_code,
+            config_overrides=self.recipe.model.config_overrides,
+        )
 
     def finish(self) -> None:
         """Ends the bar and the trackers; a second call does nothing."""

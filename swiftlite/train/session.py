@@ -11,9 +11,8 @@ from swiftlite.export import report
 from swiftlite.export.folder import check_target
 from swiftlite.export.run import check as check_export
 from swiftlite.export.run import export_all
-from swiftlite.export.trained import Trained
 from swiftlite.models import adapters
-from swiftlite.models.build import Built, skeleton
+from swiftlite.models.build import skeleton
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.load import Loaded
 from swiftlite.train import state as states
@@ -22,33 +21,12 @@ from swiftlite.train.loop import fit
 from swiftlite.train.plan import Plan, make_plan
 from swiftlite.train.run import Run
 
-# Rows on which exports are compared with the trained model: real ones, short enough to run twice on a CPU.
-PROMPTS, PROMPT_TOKENS = 4, 256
-
 
 def calm_libraries() -> None:
     """Keeps libraries' own progress bars and notices to their authors out of what a run prints."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
-
-
-def trained_of(plan: Plan, built: Built) -> Trained:
-    """What the exporters need of a trained model."""
-    return Trained(
-        model=built.root,
-        peft=built.peft,
-        files=plan.files,
-        tokenizer=plan.tokenizer,
-        tokens_added=bool(plan.recipe.model.add_tokens),
-        chat_template=plan.renderer.template if plan.renderer.template != plan.tokenizer.chat_template else None,
-        stop_ids=plan.renderer.stop_ids,
-        prompts=[s.input_ids[:PROMPT_TOKENS] for s in plan.train.samples[:PROMPTS]],
-        base_dtype=built.base_dtype,
-        compute_dtype=plan.precision.compute,
-        trust_remote_code=plan.recipe.model.trust_remote_code,
-        config_overrides=plan.recipe.model.config_overrides,
-    )
 
 
 def check(loaded: Loaded, console: Console) -> Plan:
@@ -84,7 +62,7 @@ def train(loaded: Loaded, console: Console) -> Path:
         run = Run(plan, console)
         for text in [*adapters.coverage(run.root, run.built.family).lines(), *(f"note: {n}" for n in run.built.notes)]:
             console.line(text)
-        check_export(trained_of(plan, run.built), recipe.export.formats, recipe.export, plan.output)
+        check_export(run.trained(), recipe.export.formats, recipe.export, plan.output)
         run.begin()
         console.log_to(plan.output / "train.log")
         with run.stop:
@@ -93,22 +71,24 @@ def train(loaded: Loaded, console: Console) -> Path:
             finally:
                 run.finish()
         run.release()
-        write_exports(plan, run.built, recipe.export.formats, plan.output, console)
+        write_exports(run, plan.output)
     finally:
         leave()
     return plan.output
 
 
-def write_exports(plan: Plan, built: Built, formats: list[str], output: Path, console: Console) -> None:
-    """Writes and verifies the formats below `output`, and prints the verdicts."""
-    built.root.eval()
-    for part in export_all(trained_of(plan, built), formats, plan.recipe.export, output):
+def write_exports(run: Run, output: Path) -> None:
+    """Writes and verifies the recipe's formats below `output`, and prints the verdicts."""
+    section = run.recipe.export
+    assert section.formats is not None
+    run.root.eval()
+    for part in export_all(run.trained(), section.formats, section, output):
         for text in report.lines(part):
-            console.line(text)
+            run.console.line(text)
 
 
-def export(loaded: Loaded, folder: Path, formats: list[str], output: Path | None, console: Console) -> None:
-    """Exports a run, or one of its checkpoints, on the CPU. `loaded` is the run's own recipe.yaml.
+def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None:
+    """Exports a run, or one of its checkpoints, in the formats of `loaded`, which is the run's own recipe.yaml but for `export`.
 
     Raises:
         ModelError: when there is no complete checkpoint.
@@ -122,10 +102,10 @@ def export(loaded: Loaded, folder: Path, formats: list[str], output: Path | None
     calm_libraries()
     state = checkpoint.read(saved)
     plan = make_plan(loaded)
-    run = Run(plan, console)
-    states.load_trainable(run.root, dict(state.tensors["trainable"]), saved)
-    console.line(f"exporting {saved}")
     try:
-        write_exports(plan, run.built, formats, output or plan.output, console)
+        run = Run(plan, console)
+        states.load_trainable(run.root, dict(state.tensors["trainable"]), saved)
+        console.line(f"exporting {saved}")
+        write_exports(run, output)
     finally:
         leave()

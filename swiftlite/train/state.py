@@ -13,6 +13,7 @@ from swiftlite.dist.checkpoint import State
 from swiftlite.dist.tensors import copy_into, whole
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import Recipe
+from swiftlite.recipe.writing import public
 from swiftlite.train.optim import load_state_tensors, state_tensors
 
 # Keys that may differ on resume. Of the rest, each changes what is learned, and must be as it was.
@@ -31,7 +32,7 @@ LAYOUT = (
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Every leaf key of a recipe as `section.key`."""
+    """Every leaf key of a recipe as `section.key`; texts from the environment as `${NAME}`."""
 
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
@@ -41,7 +42,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
             else:
                 yield path, item
 
-    return dict(walk("", recipe.model_dump(mode="json")))
+    return dict(walk("", public(recipe)))
 
 
 def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -53,6 +53,7 @@ def test_formats_reopen_equal(case, tmp_path):
     kind, lora = CASES[case]
     trained = train(save_base(tmp_path / "base", kind), lora)
     before = {k: v.clone() for k, v in trained.model.state_dict().items()}
+    trained.model.eval()
     ours = [logits_of(trained.model)(torch.tensor(row)) for row in ROWS]
     plain_base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     moved = max((logits_of(plain_base)(torch.tensor(row)) - mine).abs().max() for row, mine in zip(ROWS, ours, strict=True))

@@ -104,6 +104,19 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "merged").iterdir()} == before
 
 
+@pytest.mark.parametrize("kind", ["LLAMA", "GPT2"])
+def test_merge_that_is_not_the_forward_pass_fails(kind, tmp_path, monkeypatch):
+    """Of one layer only, by 3% of its adapter: the logits of 16-bit models would not show it."""
+    names = {"LLAMA": ["q_proj", "embed_tokens"], "GPT2": ["c_attn"]}[kind]
+    lora = {"target_modules": names, "fan_in_fan_out": kind == "GPT2"}
+    trained = train(save_base(tmp_path / "base", kind, dtype=torch.bfloat16), lora, compute=torch.bfloat16)
+    layer = next(m for n, m in trained.model.named_modules() if n.endswith(("1.self_attn.q_proj", "1.attn.c_attn")))
+    delta = layer.get_delta_weight
+    monkeypatch.setattr(layer, "get_delta_weight", lambda adapter: delta(adapter) * 1.03)
+    with pytest.raises(ModelError, match=r"1\.(self_)?attn\.(q_proj|c_attn) changes what it computes"):
+        export_all(trained, ["merged"], ExportSection(), tmp_path / "run")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_named(bad, tmp_path):
     trained = train(save_base(tmp_path / "base"), LORA)

@@ -150,6 +150,14 @@ def test_download_brings_the_cache_up_to_date(stub):
     assert download_model(ID) == got and stub.asked != []
 
 
+def test_download_of_a_local_model_checks_it(copy):
+    _edit(copy / "config.json", model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.M"})
+    assert download_model(str(copy)) == copy
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        download_model(str(copy))
+
+
 @pytest.mark.parametrize(
     ("status", "headers", "words"),
     [

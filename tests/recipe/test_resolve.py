@@ -2,9 +2,10 @@
 
 import pytest
 
+from swiftlite.recipe import show
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.keys import keys
-from swiftlite.recipe.load import resolve
+from swiftlite.recipe.load import dump_yaml, resolve
 
 EVAL = "model: a\ndata: {train: x, eval: y}\n"
 
@@ -25,6 +26,15 @@ def test_defaults_of_the_method(load, text, method, rate, formats):
     assert loaded.recipe.train.learning_rate == rate
     assert loaded.recipe.export.formats == formats
     assert loaded.origins["train.learning_rate"] == loaded.origins["export.formats"] == f"method: {method}"
+
+
+def test_an_adapter_to_go_on_from_implies_lora(load):
+    loaded = load("model: {name: a, adapter: b}\ndata: x\n", bare=True)
+    assert (loaded.method, loaded.origins["lora"], loaded.recipe.export.formats) == ("lora", "method: model.adapter", ["adapter"])
+    # Its own config says what it is: of ours nothing is shown or saved that the user did not say.
+    assert "rank" not in show.as_text(loaded) + dump_yaml(loaded.recipe) and loaded.recipe.lora.alpha is None
+    given = load("model: {name: a, adapter: b}\ndata: x\nlora: {rank: 4}\n", bare=True)
+    assert "lora.rank: 4 " in show.as_text(given) and "alpha" not in show.as_text(given) + dump_yaml(given.recipe)
 
 
 def test_other_defaults(load):
@@ -112,7 +122,6 @@ def test_keys_that_do_not_fit(refuse, text, words):
 def test_keys_of_evaluation_that_do_not_fit(refuse):
     assert "'steps' needs eval.eval_steps" in refuse(EVAL + "eval: {eval_strategy: steps}", bare=True)
     assert "not used while eval.eval_strategy is 'no'" in refuse(EVAL + "eval: {eval_strategy: no, eval_steps: 5}", bare=True)
-    assert "model.adapter" in refuse("model: {name: a, adapter: b}\ndata: x\n", bare=True)
     message = refuse("model: a\ndata:\n  train:\n    - path: x\n      format: alpca\n", bare=True)
     assert message.startswith("r.yaml:5: data.train.0.format: unknown name 'alpca'. Did you mean 'alpaca'?")
 
