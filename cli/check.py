@@ -20,7 +20,7 @@ def check(
 ) -> None:
     """Show all that is known before step 1.
 
-    The effective recipe with the origin of each value, data, masks, adapters and steps; on a CPU, without weights.
+    The effective recipe with the origin of each value, rows and their masks, adapters, steps, memory; on a CPU, without weights.
     """
     from swiftlite.recipe import show
 

@@ -11,13 +11,17 @@ from swiftlite.cli.options import Debug, Device
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or one of its checkpoints.")],
     format: Annotated[str, typer.Option(help="adapter or merged; see `swiftlite explain export.formats`.")],
-    dtype: Annotated[str, typer.Option(help="auto (the base's), bf16, fp16 or fp32.")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="Folder to write; default: beside the run's checkpoints.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of merged weights: auto (the base's), bf16, fp16 or fp32.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Folder that gets a folder named like the format; default: the run's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Write and verify an adapter or merged weights."""
+    """Write and verify an adapter or merged weights.
+
+    From a run, whose newest complete checkpoint is taken, or from any checkpoint. What was written is opened again by plain
+    transformers or peft and compared; export_report.json beside it says how.
+    """
     from swiftlite import api
 
     api.export(run, format=format, dtype=dtype, output=output, overwrite=overwrite, device=device)

@@ -82,9 +82,9 @@ class Report:
         }
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], title: str = "data") -> str:
     """A data report as a few lines of text."""
-    lines = [f"{'data':<32} {'read':>9} {'kept':>9} {'cut':>7} {'tokens':>11} {'trained':>11}"]
+    lines = [f"{f'{title} rows':<32} {'read':>9} {'kept':>9} {'cut':>7} {'tokens':>11} {'trained':>11}"]
     sources = report["sources"]
     for name, t in [*sources.items(), *([("all", report)] if len(sources) > 1 else [])]:
         share = f"{t['trained_tokens'] / t['tokens']:.0%}" if t["tokens"] else "-"
@@ -96,7 +96,8 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"dropped {sum(report['dropped'].values()):,}: {dropped}")
     lines += [f"  {row['source']}  {row['reason']}" for row in report["rows"][:SHOWN_ROWS]]
     more = len(report["rows"]) - SHOWN_ROWS + report["rows_not_listed"]
-    lines += [f"  and {more:,} more rows in data_report.json"] if more > 0 else []
+    lines += [f"  and {more:,} more rows; data_report.json of the run lists them"] if more > 0 else []
+    lines += [f"{report['held_back']:,} of the kept rows are held back for evaluation"] if report.get("held_back") else []
     return "\n".join(lines + [f"note: {note}" for note in report["notes"]])
 
 

@@ -33,7 +33,25 @@ class State:
 
 
 class DiskFullError(SwiftliteError):
-    """No space was left while a folder was written; nothing half-written remains."""
+    """A folder does not fit on the disk; nothing half-written remains."""
+
+
+GO_ON = "Free some space, then go on with --resume auto."
+
+
+def require_space(folder: Path, needed: int, fix: str = GO_ON) -> None:
+    """Raises DiskFullError where fewer than `needed` bytes are free on the disk of `folder`, which need not exist yet."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        numbers = f"{needed / 1e9:.2g} GB needed, {free / 1e9:.2g} GB free"
+        raise DiskFullError(f"not enough space on the disk: {numbers}.", where=folder, fix=fix)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that the disk, a quota or a size limit is full: safetensors only does so in words."""
+    number, text = getattr(error, "errno", None), str(error)
+    return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> Path:
@@ -54,9 +72,8 @@ def write_folder(final: Path, fill: Callable[[Path], None]) -> Path:
         part.rename(final)
     except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        # safetensors reports a full disk as text of its own exception, not as an OSError.
-        if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(e) or "File too large" in str(e):
-            raise DiskFullError("no space left on the disk", where=final, fix="Free some space, then go on with --resume auto.") from e
+        if is_disk_full(e):
+            raise DiskFullError("no space left on the disk.", where=final, fix=GO_ON) from e
         raise
     return final
 
@@ -65,12 +82,13 @@ def save(root: Path, step: int, state: State, extra: Callable[[Path], None] | No
     """Writes `root/step-NNNNNN` and returns it. `extra(folder)` may add files, as the adapter folder.
 
     Raises:
-        DiskFullError: see `write_folder`.
+        DiskFullError: it does not fit on the disk.
         ModelError: when another folder already has the name.
     """
     final = root / f"step-{step:06d}"
     if final.exists():
         raise ModelError("this checkpoint exists already", where=final, fix="Resume from it, or choose another --output.")
+    require_space(final, sum(t.numel() * t.element_size() for tensors in state.tensors.values() for t in tensors.values()))
 
     def fill(folder: Path) -> None:
         for name, tensors in state.tensors.items():

@@ -1,14 +1,15 @@
 """A target folder appears whole or not at all, and an earlier export in it stays until the new one is proven."""
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swiftlite.dist.checkpoint import DiskFullError
+from swiftlite.dist.checkpoint import DiskFullError, is_disk_full, require_space
 from swiftlite.recipe.errors import RecipeError
+
+_MORE_SPACE = "Free some space, or choose another output."
 
 
 def check_target(target: Path, overwrite: bool, base: Path) -> None:
@@ -37,9 +38,7 @@ def check_target(target: Path, overwrite: bool, base: Path) -> None:
 
 def check_space(target: Path, needed: int) -> None:
     """Raises DiskFullError when fewer than `needed` bytes are free where `target` lies."""
-    free = shutil.disk_usage(target).free
-    if needed > free:
-        raise _disk_full(target, f" ({needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free)")
+    require_space(target, needed, _MORE_SPACE)
 
 
 @contextmanager
@@ -60,13 +59,8 @@ def staged(target: Path) -> Iterator[Path]:
         _swap(part, target)
     except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        # safetensors reports a full disk as text of its own exception, not as an OSError.
-        if (
-            getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            or "No space left" in str(e)
-            or "File too large" in str(e)
-        ):
-            raise _disk_full(target) from e
+        if is_disk_full(e):
+            raise DiskFullError("no space left on the disk for this export.", where=target, fix=_MORE_SPACE) from e
         raise
 
 
@@ -88,9 +82,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _disk_full(target: Path, numbers: str = "") -> DiskFullError:
-    return DiskFullError(
-        f"no space left on the disk for this export{numbers}", where=target, fix="Free some space, or choose another output."
-    )

@@ -121,7 +121,7 @@ def _merge(layer: Any, prefix: str) -> dict[str, Tensor]:
     """
     with torch.no_grad(), _full_fp32(layer), _exact_products():
         probe = _probe(layer)
-        outputs = [] if probe is None else [base_layer(layer).forward(probe), layer.forward(probe)]
+        outputs = None if probe is None else (base_layer(layer).forward(probe), layer.forward(probe))
         try:
             if hasattr(layer, "unload_and_optionally_merge_module"):
                 merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)

@@ -26,16 +26,18 @@ class Tolerance:
     kl: float
 
 
-# By the type in which the trained model multiplies, and the type written. Measured as relative difference and KL on SmolLM2-135M (30
-# layers) after 6 and after some hundred LoRA steps, and on an 8B model with random weights; limits leave a factor of three or more:
-#   fp32 -> fp32   4e-6    1e-11         merging only reorders sums
-#   fp32 -> fp16   0.006   2e-5          weights are rounded
-#   fp32 -> bf16   0.02 to 0.05, 2e-5 to 1.4e-3          bf16 -> bf16   0.06 to 0.1, 5e-4 to 7e-3   activations are rounded too
-# Faults on SmolLM2: a norm weight 1% off 0.011, 8e-6; one layer without its adapter 0.12, 9e-4; adapter scaled by 1.4 0.66, 0.1; half of
-# the layers without adapter 1.6, 0.1; no adapter 2.7, 3.5. What 16 bits hide here, the exact comparison of tensors sees.
+# By the type in which the trained model multiplies, and the type written. Largest relative difference and KL on SmolLM2-135M (30
+# narrow layers: it is sensitive) after 2 to some hundred LoRA steps, and on an 8B model with random weights. KL moves by a factor
+# of 100 with the state of the training, so its limits are 8 times the largest, the others 3 times:
+#   fp32 -> fp32   5e-6   1e-11   merging only reorders sums
+#   fp32 -> fp16   0.006  2e-5    weights are rounded          fp16 -> fp16   0.008  2e-5   activations are rounded too, in both
+#   fp32 -> bf16   0.06   6e-3                                 bf16 -> bf16   0.1    7e-3
+# Faults on SmolLM2: no adapter 1 to 3, 1 to 3; half of the layers without theirs 0.9 to 1.6, 0.1 to 0.4; adapter scaled by 1.4:
+# 0.4 to 0.7, 0.1. One layer without its adapter, 0.02 to 0.16, can hide behind 16 bits. So these limits do not stand alone:
+# merging is checked layer by layer in fp32 (tensors.py), and the tensors read back must be exactly the merged ones.
 _EXACT = Tolerance(1e-4, 1e-4, 1e-6)
-_ROUNDED = {torch.float16: Tolerance(0.02, 0.03, 2e-4), torch.bfloat16: Tolerance(0.15, 0.15, 6e-3)}
-_COMPUTED = {torch.float16: Tolerance(0.05, 0.06, 1e-3), torch.bfloat16: Tolerance(0.3, 0.3, 0.03)}
+_ROUNDED = {torch.float16: Tolerance(0.02, 0.03, 2e-4), torch.bfloat16: Tolerance(0.15, 0.2, 0.05)}
+_COMPUTED = {torch.float16: Tolerance(0.05, 0.06, 1e-3), torch.bfloat16: Tolerance(0.3, 0.35, 0.06)}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def chat(
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     say = write or _print
     if read is None:
-        print("\n".join([target.description, *(f"note: {note}" for note in target.notes)]), file=sys.stderr)
+        print("\n".join(target.lines()), file=sys.stderr)
         if sys.stdin.isatty():
             print(HELP, file=sys.stderr)
     ask, history = read or _read, list[dict[str, Any]]()

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,15 @@ from torch import Tensor
 from swiftlite.data.collate import collate
 from swiftlite.data.prepare import prepare
 from swiftlite.data.render import IGNORE, Sample
-from swiftlite.infer.generate import Decoding, complete, decode
+from swiftlite.infer.generate import Decoding, complete, decode, require_positive
 from swiftlite.infer.load import Target
 from swiftlite.models import head
 from swiftlite.models.families.lookup import family_for
 from swiftlite.models.tokenizer import pad_id
+from swiftlite.recipe.errors import RecipeError, nearest
 from swiftlite.recipe.schema import DataSection, DataSource
+
+TRAIN_ON: tuple[str, ...] = get_args(DataSection.model_fields["train_on"].annotation)
 
 
 def evaluate(
@@ -49,8 +52,13 @@ def evaluate(
         prompt and an answer), matched, answered, examples [{source, prompt, expected, answer, match}]. JSON-able.
 
     Raises:
+        RecipeError: an unknown format or train_on, or a number below 1.
         DataError: rows that cannot be used; names file and line.
     """
+    require_positive(batch_size=batch_size, max_new_tokens=max_new_tokens, max_length=max_length)
+    if train_on is not None and train_on not in TRAIN_ON:
+        what = f"'{train_on}' is unknown.{nearest(train_on, TRAIN_ON)}"
+        raise RecipeError(what, where="train_on", fix=f"Known: {', '.join(TRAIN_ON)}.")
     given = {"format": format, "columns": dict(columns) if columns is not None else None, "train_on": train_on}
     section = (target.data or DataSection()).model_copy(update={key: value for key, value in given.items() if value is not None})
     longest = max_length or (target.data.max_length if target.data else target.positions) or section.max_length

@@ -24,6 +24,7 @@ __all__ = [
     "encode",
     "generate",
     "read_prompts",
+    "require_positive",
     "run_batch",
     "seeded",
     "write_answers",
@@ -38,6 +39,13 @@ class Answer:
     token_ids: list[int]
     prompt_ids: list[int]
     finish: Literal["stop", "length"]
+
+
+def require_positive(**settings: int | None) -> None:
+    """Raises RecipeError for a setting below 1."""
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise RecipeError(f"{value} is not 1 or more.", where=name)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ def generate(
         DataError: a prompt that the template refuses, is empty, or leaves no room for an answer.
         RecipeError: a setting out of range.
     """
+    require_positive(batch_size=batch_size)
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     ids = [encode(target, prompt, raw=raw, system=system) for prompt in prompts]
     return complete(target, ids, decoding, batch_size)

@@ -16,10 +16,11 @@ from swiftlite.infer.model import attach, load_full, load_plain, pick_dtype
 from swiftlite.models.adapters import read_adapter_config
 from swiftlite.models.build import DTYPES, load_config
 from swiftlite.models.files import TOKENIZER_FILES, ModelFiles, read_json
-from swiftlite.models.sources import resolve_model
+from swiftlite.models.sources import HUBS, resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError, nearest
 from swiftlite.recipe.schema import DataSection, ModelSection, Recipe
+from swiftlite.recipe.writing import public
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
 
@@ -51,6 +52,10 @@ class Target:
         limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return limit
 
+    def lines(self) -> list[str]:
+        """What was loaded, for a person."""
+        return [self.description, *(f"note: {note}" for note in self.notes)]
+
 
 def load_target(
     target: str,
@@ -70,9 +75,9 @@ def load_target(
 
     Raises:
         ModelError: nothing to load, or an adapter and a base that do not fit each other.
-        RecipeError: no such device or dtype.
+        RecipeError: no such device, dtype or hub.
     """
-    chosen, place = _device(device, dtype), locate(target)
+    chosen, place = _device(device, dtype, hub), locate(target)
     own: dict[str, Any] = {"hub": hub, "trust_remote_code": trust_remote_code}
     if place.kind != "model" and place.recipe is not None:
         # What was trained is the base with these changes.
@@ -108,8 +113,8 @@ def load_target(
     return Target(model, tokenizer, renderer, stops, said, notes, place.recipe.data if place.recipe else None)
 
 
-def _device(device: str, dtype: str) -> torch.device:
-    for key, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES)):
+def _device(device: str, dtype: str, hub: str) -> torch.device:
+    for key, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES), ("hub", hub, HUBS)):
         if value not in known:
             raise RecipeError(f"'{value}' is unknown.{nearest(value, known)}", where=key, fix=f"Known: {', '.join(known)}.")
     try:
@@ -163,8 +168,9 @@ def _tokenizer(place: Place, files: ModelFiles, section: ModelSection, notes: li
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, place: Place, model: Any, notes: list[str]) -> Renderer:
     data = place.recipe.data if place.recipe else DataSection()
-    if data.template_kwargs:
-        notes.append(f"the chat template gets the run's template_kwargs {data.template_kwargs}")
+    if place.recipe and data.template_kwargs:
+        shown = public(place.recipe)["data"]["template_kwargs"]  # without values of the environment
+        notes.append(f"the chat template gets the run's template_kwargs {shown}")
     rows = max(model.config.get_text_config().vocab_size, len(tokenizer))
     renderer = Renderer(tokenizer, train_on=data.train_on, template_kwargs=data.template_kwargs, vocab_size=rows)
     # End-of-turn tokens are known once a conversation has been rendered.

@@ -65,6 +65,13 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
+def as_rows(prompts: Sequence[str | Messages]) -> list[Prompt]:
+    """Prompts of a list, each with the row that a file would have held."""
+    return [
+        Prompt(p, row={"prompt": p}) if isinstance(p, str) else Prompt(list(p), row={"messages": list(p)}) for p in prompts
+    ]
+
+
 def _prompt(row: Row | BadRow) -> Prompt:
     if isinstance(row, BadRow):
         raise DataError(f"{row.kind}: {row.reason}. Text: {row.excerpt}", where=row.source)

@@ -64,9 +64,9 @@ class Coverage:
         share = self.trainable / max(self.total, 1)
         rows = [f"trainable {self.trainable:,} of {self.total:,} parameters ({share:.2%}){adapters}"]
         if self.untrained:
-            what = "without an adapter" if self.adapted else "frozen"
+            what = "of the blocks' weights have no adapter" if self.adapted else "of the blocks' weights"
             listed = "; ".join(f"{u.part}: {u.classes} ({u.parameters:,})" for u in self.untrained)
-            rows.append(f"{what} {self.uncovered_share:.1%} of block weights; not trained: {listed}")
+            rows.append(f"frozen    {self.uncovered_share:.1%} {what}; in all {listed}")
         return rows
 
 

@@ -4,13 +4,15 @@ import importlib.util
 import os
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args
 
 from swiftlite.models import hub as hubs
 from swiftlite.models.files import ModelFiles, Weights, check_remote_code, open_weights, read_json, weight_files
 from swiftlite.models.gguf import dequantise_gguf
-from swiftlite.recipe.errors import ModelError, nearest
+from swiftlite.recipe.errors import ModelError, RecipeError, nearest
 from swiftlite.recipe.schema import ModelSection
 
+HUBS: tuple[str, ...] = get_args(ModelSection.model_fields["hub"].annotation)
 _PACKAGE = "package://"
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
@@ -38,8 +40,11 @@ def download_model(name: str, *, hub_name: str = "hf", revision: str | None = No
     """Fetches a hub model whole, or brings the cached one up to date, and returns its folder. Local models are only checked.
 
     Raises:
+        RecipeError: no such hub.
         ModelError: as `resolve_model`.
     """
+    if hub not in HUBS:
+        raise RecipeError(f"'{hub}' is unknown.{nearest(hub, HUBS)}", where="hub", fix=f"Known: {', '.join(HUBS)}.")
     path = _local_path(name)
     if path is not None:
         return _local(path, True, trusted=None).folder
@@ -177,4 +182,4 @@ def _near_file(name: str, known: list[str]) -> str:
     return nearest(name, known) or (f" It has {', '.join(sorted(known)[:3])}." if known else "")
 
 
-__all__ = ["ModelFiles", "Weights", "download_model", "near_path", "open_weights", "resolve_model"]
+__all__ = ["HUBS", "ModelFiles", "Weights", "download_model", "near_path", "open_weights", "resolve_model"]

@@ -1,11 +1,30 @@
 """What a run prints: plain lines in a pipe, a progress bar on a terminal; everything also goes to train.log."""
 
+import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+
+def calm_libraries() -> None:
+    """Keeps libraries' own progress bars and notices to their authors out of what a run prints.
+
+    `datasets` keeps its bars on a terminal: they show a download that may take long.
+    """
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
+    # `datasets` reads these when it is imported, which is not before the first hub dataset.
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 class Console:

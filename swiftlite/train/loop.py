@@ -63,6 +63,7 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
         losses.append(loss_sum.detach())
     scaler.unscale_(run.optimizer)
     gradients = [p.grad for p in run.trainable if p.grad is not None]
+    run.expect_all(gradients)
     norm = global_norm(gradients)
     tokens = sum(int(micro.tensors["attention_mask"].sum()) for micro in group)
     total, tokens = world.sum(sum(torch.stack(losses).tolist()), tokens)

@@ -56,21 +56,48 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The start of a run for a person: what is trained on what, for how long."""
-        recipe, schedule, samples = self.recipe, self.schedule, self.train.samples
+        recipe, samples = self.recipe, self.train.samples
         trained = sum(s.trained for s in samples)
         tokens = sum(len(s.input_ids) for s in samples)
-        rate = schedule.rate
-        batch = recipe.train.global_batch_size
         return [
             f"model     {recipe.model.name} on {self.device.type}, {self.precision.name}, strategy {self.strategy.name}"
             + (", activation checkpointing" if self.checkpointing else ""),
             f"data      {len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%})"
             + "".join(f"; {name}: {len(loader.samples):,} rows" for name, loader in self.evals.items()),
-            f"steps     {schedule.total:,} ({schedule.per_epoch:,} an epoch) of {batch} rows as "
-            f"{recipe.train.gradient_accumulation_steps} x {recipe.train.per_device_train_batch_size}",
-            f"rate      {rate.kind}, peak {rate.peak:g}, {rate.warmup} warm-up steps, last {rate.at(schedule.total - 1):.2g}",
+            *self.step_lines(),
             f"output    {self.output}",
         ]
+
+    def step_lines(self) -> list[str]:
+        """How many steps of what size, at what rate, and when something happens between them."""
+        train, schedule, rate = self.recipe.train, self.schedule, self.schedule.rate
+        size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
+        each = f"{train.global_batch_size} rows in {passes} forward passes of {size}"
+        happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
+        rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
+        exports = ", ".join(self.recipe.export.formats or []) or "nothing"
+        return [
+            f"steps     {schedule.total:,} ({schedule.per_epoch:,} an epoch), each of {each}",
+            f"rate      {rate.kind}, peak {rate.peak:g}, {rate.warmup} warm-up steps, last {rate.at(schedule.total - 1):.2g}",
+            f"rhythm    {rhythm} steps, and at the end; then export {exports}",
+        ]
+
+    def settled(self, config: Any) -> list[tuple[str, str, str]]:
+        """`(key, value, origin)` of what the recipe leaves to this machine and to the model's family.
+
+        Args:
+            config: of the built model, which knows its attention backend.
+        """
+        device = self.device.type
+        found = [
+            ("model.attn_implementation", config._attn_implementation, f"family: {config.model_type}"),
+            ("strategy.name", self.strategy.name, "derived: 1 process"),
+            ("train.device", device, "device: the first of cuda, mps, cpu that is here"),
+            ("train.precision", self.precision.name, f"device: {device}"),
+            ("train.gradient_checkpointing", "full" if self.checkpointing else "none", f"device: {device}"),
+        ]
+        data = self.recipe.model_dump()
+        return [row for row in found if data[row[0].partition(".")[0]][row[0].partition(".")[2]] in (None, "auto")]
 
 
 def digest(samples: Sequence[Sample]) -> str:

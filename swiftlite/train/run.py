@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from swiftlite.models.build import build
 from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
-from swiftlite.recipe.load import dump_yaml
+from swiftlite.recipe.writing import dump_yaml, public
 from swiftlite.train import state as states
 from swiftlite.train.console import Console
 from swiftlite.train.environment import environment
@@ -66,6 +67,10 @@ class Run:
             precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
         )  # fmt: skip
         self.root: Any = self.built.root
+        given, shown = self.recipe.model.config_overrides, public(self.recipe)["model"]["config_overrides"]
+        self._overrides = {k: v for k, v in given.items() if shown[k] == v}
+        if kept := sorted(given.keys() - self._overrides.keys()):
+            self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
         self.optimizer = make_optimizer(self.root, self.recipe.train)
         self.trainable = [p for p in self.root.parameters() if p.requires_grad]
         self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.precision.name == "fp16")
@@ -75,6 +80,7 @@ class Run:
         self.stop = Stop()
         self.saved_at = time.monotonic()
         self.last_eval: tuple[int, float] | None = None
+        self._reached = False
         self._restart_window()
         self._flops, self._peak = flops_per_token(self.root), peak_flops(plan.device)
 
@@ -141,6 +147,14 @@ class Run:
         """A batch on the run's device, with what the family's forward wants beside ids."""
         moved = {k: v.to(self.plan.device, non_blocking=True) for k, v in tensors.items()}
         return self.built.family.inputs(moved)
+
+    def expect_all(self, gradients: Sequence[Tensor]) -> None:
+        """Once, after the first backward pass: warns of trainable weights that it did not reach."""
+        if not self._reached and len(gradients) < len(self.trainable):
+            left = [n for n, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
+            what = f"{len(left)} trainable weights got no gradient in the first step, such as {left[0]}"
+            self.console.warn(f"{what}: no trained token depends on them")
+        self._reached = True
 
     def record(self, report: Any) -> None:
         """Counts a step and logs it when due. Rates are over the steps since the last log row."""
@@ -229,7 +243,7 @@ class Run:
             base_dtype=self.built.base_dtype,
             compute_dtype=plan.precision.compute,
             trust_remote_code=self.recipe.model.trust_remote_code,
-            config_overrides=self.recipe.model.config_overrides,
+            config_overrides=self._overrides,
         )
 
     def finish(self) -> None:

@@ -1,9 +1,6 @@
 """One call trains, evaluates, saves and exports."""
 
-import warnings
 from pathlib import Path
-
-from transformers.utils import logging as transformers_logging
 
 from swiftlite.dist import checkpoint
 from swiftlite.dist.world import leave
@@ -12,35 +9,14 @@ from swiftlite.export.folder import check_target
 from swiftlite.export.run import check as check_export
 from swiftlite.export.run import export_all
 from swiftlite.models import adapters
-from swiftlite.models.build import skeleton
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.load import Loaded
 from swiftlite.train import state as states
-from swiftlite.train.console import Console
+from swiftlite.train.console import Console, calm_libraries
 from swiftlite.train.loop import fit
-from swiftlite.train.plan import Plan, make_plan
+from swiftlite.train.memory import plan_memory
+from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
-
-
-def calm_libraries() -> None:
-    """Keeps libraries' own progress bars and notices to their authors out of what a run prints."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
-
-
-def check(loaded: Loaded, console: Console) -> Plan:
-    """Everything that can be known before step 1, without weights; the model is built on meta."""
-    calm_libraries()
-    plan = make_plan(loaded, need_weights=False)
-    built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
-    for text in [
-        *plan.lines(),
-        *adapters.coverage(built.root, built.family).lines(),
-        *(f"note: {n}" for n in plan.notes + built.notes),
-    ]:
-        console.line(text)
-    return plan
 
 
 def train(loaded: Loaded, console: Console) -> Path:
@@ -60,8 +36,12 @@ def train(loaded: Loaded, console: Console) -> Path:
         console.line(text)
     try:
         run = Run(plan, console)
-        for text in [*adapters.coverage(run.root, run.built.family).lines(), *(f"note: {n}" for n in run.built.notes)]:
+        memory = plan_memory(plan, run.built)
+        for text in [*adapters.coverage(run.root, run.built.family).lines(), *memory.lines()]:
             console.line(text)
+        for note in [*run.built.notes, memory.warning()]:
+            if note:
+                console.line(f"note: {note}")
         check_export(run.trained(), recipe.export.formats, recipe.export, plan.output)
         run.begin()
         console.log_to(plan.output / "train.log")

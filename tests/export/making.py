@@ -9,6 +9,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
@@ -25,7 +27,7 @@ ROWS = [list(range(10, 22)), list(range(200, 230)), [7, 7, 7]]
 
 
 def base_model(kind: str, dtype: torch.dtype = torch.float32, **config: object) -> PreTrainedModel:
-    """The models of tests/fixtures.py and two more: GPT2 (Conv1D) and QWEN3_MOE (fused experts)."""
+    """The models of tests/fixtures.py and more: GPT2 (Conv1D), QWEN3_MOE (fused experts), GEMMA3_VISION (a composite config)."""
     torch.manual_seed(0)
     ends = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
     if kind == "GPT2":
@@ -50,6 +52,13 @@ def base_model(kind: str, dtype: torch.dtype = torch.float32, **config: object) 
             "max_position_embeddings": 256,
         }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=261, **sizes, **moe, **ends, **config)).to(dtype).eval()
+    if kind == "GEMMA3_VISION":
+        text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+        text |= {"num_key_value_heads": 2, "vocab_size": 272, "sliding_window": 8, "max_position_embeddings": 256, **ends}
+        tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        tower |= {"image_size": 28, "patch_size": 14}
+        marks = {"image_token_index": 270, "boi_token_index": 268, "eoi_token_index": 269, "mm_tokens_per_image": 4}
+        return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=tower, **marks)).to(dtype).eval()
     return fixture_model(kind, dtype=dtype, **config)
 
 

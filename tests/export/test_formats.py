@@ -31,6 +31,7 @@ CASES = {
     "tokens tied": ("LLAMA_TIED", {"target_modules": ATTENTION, "trainable_token_indices": [10, 11]}),
     "qwen3": ("QWEN3", {"target_modules": ALL}),
     "gemma3": ("GEMMA3", {"target_modules": ALL}),
+    "gemma3 vision": ("GEMMA3_VISION", {"target_modules": r".*language_model.*\.(q_proj|v_proj)"}),
     "gpt2": ("GPT2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "gpt2 dora": ("GPT2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
     "mixtral": ("MIXTRAL", {"target_modules": ATTENTION}),
@@ -42,13 +43,17 @@ CASES = {
     "full llama": ("LLAMA", None),
     "full llama tied": ("LLAMA_TIED", None),
     "full gemma3": ("GEMMA3", None),
+    "full gemma3 vision": ("GEMMA3_VISION", None),
     "full mixtral": ("MIXTRAL", None),
     "full gpt2": ("GPT2", None),
 }
 
 
+QUICK = {"llama", "dora", "modules to save tied", "head of a tied model", "tokens tied", "gpt2", "mixtral experts", "full gemma3"}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_formats_reopen_equal(case, tmp_path):
     kind, lora = CASES[case]
     trained = train(save_base(tmp_path / "base", kind), lora)
@@ -70,7 +75,9 @@ def test_formats_reopen_equal(case, tmp_path):
     assert all(torch.equal(v, before[k]) for k, v in trained.model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["LLAMA_TIED", "GEMMA3", "MIXTRAL", "QWEN3_MOE", "GPT2"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("LLAMA_TIED", "GEMMA3", "GPT2")), "MIXTRAL", "QWEN3_MOE"]
+)
 def test_tensors_are_those_of_save_pretrained(kind, tmp_path):
     trained = train(save_base(tmp_path / "base", kind), None)
     export_all(trained, ["merged"], ExportSection(), tmp_path / "run")

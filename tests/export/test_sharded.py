@@ -27,7 +27,9 @@ def world():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [c if c.startswith("full") or c == "lora" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_sharded_model_exports_as_the_plain_one(case, world, tmp_path):
     kind, lora = CASES[case]
     files = save_base(tmp_path / "base", kind, dtype=torch.bfloat16)

@@ -166,7 +166,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
     output = train(recipe(tmp_path, lora=LORA, checkpoint={"save_strategy": "epoch"}, train={"max_steps": 2}))
     files = [p for p in output.rglob("*") if p.is_file()]
-    assert {p.suffix for p in files} <= {".safetensors", ".json", ".jsonl", ".yaml", ".log", ""}
+    assert {p.suffix for p in files} <= {".safetensors", ".json", ".jsonl", ".yaml", ".log", ".jinja", ""}
     for path in files:
         if path.suffix == ".json" or path.name == "COMPLETE":
             json.loads(path.read_text())

@@ -1,0 +1,65 @@
+"""`swiftlite check`: everything that can be known before step 1, without weights; the model is built on meta."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swiftlite.data.report import dump as dump_rows
+from swiftlite.data.report import preview
+from swiftlite.data.report import table as rows_table
+from swiftlite.dist import checkpoint
+from swiftlite.models.adapters import coverage
+from swiftlite.models.build import skeleton
+from swiftlite.recipe.load import Loaded
+from swiftlite.recipe.show import table
+from swiftlite.train.console import Console, calm_libraries
+from swiftlite.train.memory import MemoryPlan, plan_memory
+from swiftlite.train.plan import Plan, make_plan
+
+
+def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> dict[str, Any]:
+    """Prints what a run will be made of, and returns it for machines; see `swiftlite.api.check`.
+
+    Raises:
+        RecipeError, DataError, ModelError: with what to change.
+    """
+    calm_libraries()
+    plan = make_plan(loaded, need_weights=False)
+    built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
+    settled = plan.settled(built.root.config)
+    covered, memory = coverage(built.root, built.family), plan_memory(plan, built)
+    notes = plan.notes + built.notes + _warnings(plan, memory)
+    if settled:
+        console.line("\n".join(["left to this machine and model", *table(settled), ""]))
+    for name, report in plan.reports.items():
+        console.line(rows_table({**report, "notes": []}, name) + "\n")  # they are among the notes at the end
+    colour = console.rich.is_terminal
+    console.line(f"the first rows as the model gets them, trained tokens {'in green' if colour else 'between {+ and +}'}")
+    console.line(preview(plan.train.samples, plan.tokenizer, colour=colour).rstrip("\n") + "\n")
+    for text in [*covered.lines(), *plan.step_lines(), *memory.lines(), *(f"note: {n}" for n in notes)]:
+        console.line(text)
+    if dump is not None:
+        dump_rows(plan.train.samples, dump)
+        console.line(f"dumped    {len(plan.train.samples):,} rows to {dump}")
+    return {
+        "rows": len(plan.train.samples),
+        "steps": plan.schedule.total,
+        "steps_per_epoch": plan.schedule.per_epoch,
+        "warmup_steps": plan.schedule.rate.warmup,
+        "learning_rate": plan.schedule.rate.peak,
+        "settled": {key: {"value": value, "origin": origin} for key, value, origin in settled},
+        "reports": plan.reports,
+        "coverage": asdict(covered),
+        "memory": memory.as_data(),
+        "notes": notes,
+    }
+
+
+def _warnings(plan: Plan, memory: MemoryPlan) -> list[str]:
+    """What would stop or hamper `swiftlite train` as things are now."""
+    found = [memory.warning()]
+    good, _ = checkpoint.complete(plan.output / "checkpoints")
+    if good and plan.recipe.checkpoint.resume is None:
+        found.append(f"{plan.output} holds a run already: train needs --resume auto, or another --output")
+    return [text for text in found if text]
+
