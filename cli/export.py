@@ -12,7 +12,9 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or one of its checkpoints.")],
     format: Annotated[str, typer.Option(help="adapter or merged; see `swiftlite explain export.formats`.")],
     dtype: Annotated[str, typer.Option(help="Of merged weights: auto (the base's), bf16, fp16 or fp32.")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="Folder that gets a folder named like the format; default: the run's.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the folder named like the format goes; default: the run's folder.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     device: Device = "auto",
     debug: Debug = False,

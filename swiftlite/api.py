@@ -5,7 +5,7 @@
     run = api.train(recipe)
     api.generate(run, ["Remind Ana to water the plants at 5 pm."])
 
-A user's mistake raises a `swiftlite.recipe.errors.SwiftliteError`. Importing this module is light: torch comes with the first call.
+A user's mistake raises a `swiftlite.recipe.errors.SwiftliteError`. Importing this is light: torch comes with the first call.
 """
 
 import json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from swiftlite.infer.load import Target
 
 __all__ = ["chat", "check", "download", "evaluate", "export", "generate", "load_recipe", "train"]
+
 
 def check(loaded: Loaded, *, dump: str | Path | None = None, quiet: bool = False) -> dict[str, Any]:
     """Everything that can be known before step 1, on a CPU, without weights: data, masks, adapters, steps, memory. Prints it.
@@ -46,6 +47,9 @@ def check(loaded: Loaded, *, dump: str | Path | None = None, quiet: bool = False
 
 def train(loaded: Loaded) -> Path:
     """Trains, evaluates, saves and exports, and prints what happens. Returns the run's folder.
+
+    Args:
+        loaded: what `load_recipe` gave; `checkpoint.resume=auto` goes on with a run.
 
     Raises:
         RecipeError, DataError, ModelError: before step 1, with what to change.
@@ -116,7 +120,7 @@ def download(model: str, *, hub: str = "hf", revision: str | None = None) -> Pat
     """
     from swiftlite.models.sources import download_model
 
-    return download_model(model, hub=hub, revision=revision)
+    return download_model(model, hub_name=hub, revision=revision)
 
 
 def evaluate(
@@ -166,6 +170,10 @@ def evaluate(
     """
     from swiftlite.infer import evaluate as evaluating
 
+    # Before a model is loaded, which may take minutes.
+    evaluating.check_settings(
+        data, format=format, train_on=train_on, max_length=max_length, batch_size=batch_size, max_new_tokens=max_new_tokens
+    )
     loaded = _open(target, base=base, device=device, dtype=dtype, hub=hub, trust_remote_code=trust_remote_code)
     return evaluating.evaluate(
         loaded,
@@ -232,7 +240,10 @@ def generate(
     from swiftlite.infer import generate as generating
     from swiftlite.infer.prompts import as_rows, read_prompts, write_answers
 
-    # A file is read first: its mistakes are told before a model is loaded.
+    # Before a model is loaded, which may take minutes.
+    generating.check_settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, batch_size=batch_size
+    )
     rows = read_prompts(prompts) if isinstance(prompts, str | Path) else as_rows(prompts)
     loaded = _open(target, base=base, device=device, dtype=dtype, hub=hub, trust_remote_code=trust_remote_code)
     answers = generating.generate(

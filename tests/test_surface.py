@@ -16,9 +16,8 @@ def surface() -> str:
     for name, verb in typer.main.get_command(app).commands.items():
         flags = [opt for p in verb.params for opt in (p.opts if p.param_type_name == "option" else [str(p.name).upper()])]
         lines.append(f"swiftlite {name} {' '.join(flags)}".rstrip())
-    lines += [
-        f"exit {error.exit_code} {error.__name__}" for error in (errors.SwiftliteError, *errors.SwiftliteError.__subclasses__())
-    ]
+    own = [kind for kind in errors.SwiftliteError.__subclasses__() if kind.__module__ == errors.__name__]
+    lines += [f"exit {error.exit_code} {error.__name__}" for error in (errors.SwiftliteError, *own)]
     lines += [f"recipe {key.path}" for key in keys().values() if not key.section]
     return "\n".join(lines) + "\n"
 

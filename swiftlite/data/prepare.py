@@ -130,7 +130,7 @@ def _refuse_bad(first: list[BadOne], count: int, data: DataSection, account: dic
     else:
         what = f"{count} bad among the first {account['read']} rows; the first, " if count > 1 else ""
         fix = "Raise data.max_length." if too_long else "Mend the rows, or set data.on_bad_rows: skip."
-    what += f"{row.unit} {row.line}: {error}. Text: {row.excerpt}\n"
+    what += f"{row.unit} {row.line}: {error}. Text: {row.excerpt}" + "\n" * (len(first) > 1)
     what += "".join(f"  {other.source}  {err}\n" for other, err in first[1:])
     raise DataRefused(what, account, where=row.source, fix=fix)
 

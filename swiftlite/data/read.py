@@ -175,6 +175,10 @@ def _jsonl(file: Path) -> Rows:
             elif text.strip():
                 try:
                     yield _row(_parse(text), file, number, "line", shorten(text.strip()))
+                except json.JSONDecodeError as error:  # which counts lines within this one
+                    yield BadRow(
+                        str(file), number, "not JSON", f"{error.msg} at character {error.pos + 1}", shorten(text.strip())
+                    )
                 except (ValueError, RecursionError) as error:
                     yield BadRow(str(file), number, "not JSON", str(error), shorten(text.strip()))
 

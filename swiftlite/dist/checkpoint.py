@@ -81,13 +81,17 @@ def write_folder(final: Path, fill: Callable[[Path], None]) -> Path:
 def save(root: Path, step: int, state: State, extra: Callable[[Path], None] | None = None) -> Path:
     """Writes `root/step-NNNNNN` and returns it. `extra(folder)` may add files, as the adapter folder.
 
+    An incomplete folder of that name is set aside.
+
     Raises:
         DiskFullError: it does not fit on the disk.
-        ModelError: when another folder already has the name.
+        ModelError: there is a complete checkpoint of that step.
     """
     final = root / f"step-{step:06d}"
-    if final.exists():
+    if final.exists() and fault(final) is None:
         raise ModelError("this checkpoint exists already", where=final, fix="Resume from it, or choose another --output.")
+    if final.exists():  # not ours to delete, and in the way
+        final.rename(final.with_name(f"{final.name}.incomplete-{os.getpid()}"))
     require_space(final, sum(t.numel() * t.element_size() for tensors in state.tensors.values() for t in tensors.values()))
 
     def fill(folder: Path) -> None:
@@ -144,7 +148,11 @@ def complete(root: Path) -> tuple[list[Path], dict[Path, str]]:
     """Complete checkpoints below `root`, oldest first, and what was passed over with the reason."""
     good, skipped = [], {}
     for folder in sorted((p for p in root.glob("*step-*") if p.is_dir()), key=lambda p: (step_of(p) or -1, p.name)):
-        why = fault(folder) if step_of(folder) is not None else "it was never finished" if ".part-" in folder.name else "its name is not ours"
+        why: str | None = "its name is not ours"
+        if step_of(folder) is not None:
+            why = fault(folder)
+        elif ".part-" in folder.name or ".incomplete-" in folder.name:
+            why = "it was never finished"
         if why is None:
             good.append(folder)
         else:

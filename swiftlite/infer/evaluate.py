@@ -12,12 +12,14 @@ from torch import Tensor
 
 from swiftlite.data.collate import collate
 from swiftlite.data.prepare import prepare
+from swiftlite.data.read import read_rows
 from swiftlite.data.render import IGNORE, Sample
 from swiftlite.infer.generate import Decoding, complete, decode, require_positive
 from swiftlite.infer.load import Target
 from swiftlite.models import head
 from swiftlite.models.families.lookup import family_for
 from swiftlite.models.tokenizer import pad_id
+from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError, nearest
 from swiftlite.recipe.schema import DataSection, DataSource
 
@@ -55,10 +57,9 @@ def evaluate(
         RecipeError: an unknown format or train_on, or a number below 1.
         DataError: rows that cannot be used; names file and line.
     """
-    require_positive(batch_size=batch_size, max_new_tokens=max_new_tokens, max_length=max_length)
-    if train_on is not None and train_on not in TRAIN_ON:
-        what = f"'{train_on}' is unknown.{nearest(train_on, TRAIN_ON)}"
-        raise RecipeError(what, where="train_on", fix=f"Known: {', '.join(TRAIN_ON)}.")
+    check_settings(
+        path, format=format, train_on=train_on, max_length=max_length, batch_size=batch_size, max_new_tokens=max_new_tokens
+    )
     given = {"format": format, "columns": dict(columns) if columns is not None else None, "train_on": train_on}
     section = (target.data or DataSection()).model_copy(update={key: value for key, value in given.items() if value is not None})
     longest = max_length or (target.data.max_length if target.data else target.positions) or section.max_length
@@ -79,6 +80,19 @@ def evaluate(
         "dropped": prepared.report["dropped"],
     }
     return scores | (_matches(target, prepared.samples, batch_size, max_new_tokens, examples) if generate else {})
+
+
+def check_settings(path: str | Path, *, format: str | None, train_on: str | None, **numbers: int | None) -> None:
+    """Refuses what can be refused without a model: settings, and data that is not there.
+
+    Raises:
+        RecipeError, DataError: as `evaluate`.
+    """
+    require_positive(**numbers)
+    for key, name, known in (("format", format, ("auto", *tables.FORMATS)), ("train_on", train_on, TRAIN_ON)):
+        if name is not None and name not in known:
+            raise RecipeError(f"'{name}' is unknown.{nearest(name, known)}", where=key, fix=f"Known: {', '.join(known)}.")
+    next(iter(read_rows(DataSource(path=str(path)))), None)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from swiftlite.recipe.errors import DataError, RecipeError
 __all__ = [
     "Answer",
     "Decoding",
+    "check_settings",
     "complete",
     "decode",
     "encode",
@@ -99,10 +100,21 @@ def generate(
         DataError: a prompt that the template refuses, is empty, or leaves no room for an answer.
         RecipeError: a setting out of range.
     """
-    require_positive(batch_size=batch_size)
-    decoding = Decoding(max_new_tokens, temperature, top_p, seed)
+    decoding = check_settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, batch_size=batch_size
+    )
     ids = [encode(target, prompt, raw=raw, system=system) for prompt in prompts]
     return complete(target, ids, decoding, batch_size)
+
+
+def check_settings(*, max_new_tokens: int, temperature: float, top_p: float, seed: int | None, batch_size: int) -> Decoding:
+    """How tokens are chosen, by settings that need no model.
+
+    Raises:
+        RecipeError: one is out of range.
+    """
+    require_positive(batch_size=batch_size)
+    return Decoding(max_new_tokens, temperature, top_p, seed)
 
 
 def encode(target: Target, prompt: Messages | str | Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:

@@ -81,7 +81,10 @@ def _with_recipe(kind: Literal["model", "adapter", "full"], folder: Path) -> Pla
     if run is None or not (run / "recipe.yaml").is_file():
         return Place(kind, str(folder))
     try:
-        return Place(kind, str(folder), load_recipe(str(run / "recipe.yaml")).recipe)
+        # Whoever talks to a model has not asked to run the code of its recipe.
+        recipe = load_recipe(str(run / "recipe.yaml"), run_plugins=False).recipe
+        notes = [f"the run's plugins are not run here: {', '.join(recipe.plugins)}"] if recipe.plugins else []
+        return Place(kind, str(folder), recipe, notes)
     except SwiftliteError as error:  # as where it refers to a variable of the environment that is not set
         return Place(kind, str(folder), None, [f"the run's recipe cannot be read, so its template_kwargs are not known: {error}"])
 

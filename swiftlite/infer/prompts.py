@@ -67,9 +67,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def as_rows(prompts: Sequence[str | Messages]) -> list[Prompt]:
     """Prompts of a list, each with the row that a file would have held."""
-    return [
-        Prompt(p, row={"prompt": p}) if isinstance(p, str) else Prompt(list(p), row={"messages": list(p)}) for p in prompts
-    ]
+    return [Prompt(p, row={"prompt": p}) if isinstance(p, str) else Prompt(list(p), row={"messages": list(p)}) for p in prompts]
 
 
 def _prompt(row: Row | BadRow) -> Prompt:

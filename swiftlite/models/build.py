@@ -12,8 +12,10 @@ from swiftlite.dist import shard as sharding
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
 from swiftlite.models import adapters, head, weights
+from swiftlite.models.balance import Balance, balance_of
 from swiftlite.models.families.family import Family
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
+from swiftlite.models.neftune import add_noise
 from swiftlite.models.sources import ModelFiles, open_weights
 from swiftlite.models.tokenizer import init_new_rows, new_rows
 from swiftlite.recipe.errors import ModelError
@@ -50,6 +52,7 @@ class Built:
     peft: PeftModel | None
     new_rows: int
     base_dtype: torch.dtype
+    balance: Balance | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -105,7 +108,8 @@ def skeleton(
         root.tie_weights()
     blocks = family.blocks(root)
     family.freeze(root)
-    built = Built(root, family, blocks, None, grown, base_dtype, notes)
+    balance = balance_of(root, recipe.train.router_aux_loss_coef)
+    built = Built(root, family, blocks, None, grown, base_dtype, balance, notes)
     # 2. Adapters come before sharding: afterwards they would stay plain tensors, and never be reduced.
     if recipe.lora is not None:
         built.peft, extra = adapters.attach(root, recipe, family, files, tokenizer)
@@ -177,7 +181,9 @@ def build(
     if checkpointing:
         root.gradient_checkpointing_enable({"use_reentrant": False})
     # 5. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
-    head.attach(root)
+    head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance))
+    if recipe.train.neftune_noise_alpha:
+        add_noise(root, recipe.train.neftune_noise_alpha)
     mapping = weights.conversions(root)
     # 6. Shard while nothing has memory.
     wrap = sharding.needs_wrap(root, strategy, precision.compute)
@@ -205,11 +211,12 @@ def build(
     # 8. What no file holds.
     weights.materialise_buffers(root, device)
     weights.require_loaded(root)
-    root.train()
-    # 9. Where a class does more to its logits than we know, its own forward makes the loss.
+    # 9. Where a class does more to its logits than we know, its own forward makes the loss. Without dropout and noise: compared.
+    root.eval()
     ids = torch.arange(8, device=device)[None] % root.config.get_text_config().vocab_size
     if (note := head.verify(root, built.family.inputs({"input_ids": ids}))) is not None:
         built.notes.append(note)
+    root.train()
     sharding.reshard(root)
     return built, world
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swiftlite.data.render import IGNORE
+from swiftlite.models.balance import Balance
 
 # fp32 logits alive at once: large enough for a full matrix product, small beside any model's activations.
 CHUNK_ELEMENTS = 2**27
@@ -45,12 +46,19 @@ class LinearNLL(torch.autograd.Function):
     """Sum of negative log likelihoods behind a plain linear head; all gradients are made in the forward pass, chunk by chunk.
 
     The sum enters the final loss only through one scalar factor, so the backward pass just multiplies.
-    Source of the gradient: d nll / d logit = softmax(logit) - onehot(target).
+    Source of the gradient: d nll / d logit = softmax(logit) - onehot(target). With label smoothing e the loss is
+    (1 - e) * nll + e * mean over the vocabulary of -log p, so that the target is (1 - e) * onehot + e / V.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, transform: LogitTransform
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        transform: LogitTransform,
+        smoothing: float,
     ) -> Tensor:
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden_ND) if need_h else None
@@ -62,12 +70,16 @@ class LinearNLL(torch.autograd.Function):
             hidden, target = hidden_ND[start : start + size], target_N[start : start + size, None]
             logits = transform(F.linear(hidden, weight_VD, bias_V))
             lse = torch.logsumexp(logits, -1, keepdim=True)
-            total += (lse - logits.gather(-1, target)).sum()
+            total += (lse - (1 - smoothing) * logits.gather(-1, target)).sum()
+            if smoothing:
+                total -= smoothing * logits.mean(-1).sum()
             if not (need_h or need_w or need_b):
                 continue
             slope = 1.0 if not transform.softcap else 1 - (logits / transform.softcap).square()
             grad = logits.sub_(lse).exp_()
-            grad.scatter_add_(-1, target, -torch.ones_like(lse))
+            grad.scatter_add_(-1, target, torch.full_like(lse, smoothing - 1))
+            if smoothing:
+                grad.sub_(smoothing / logits.shape[-1])
             grad = (grad * slope if transform.softcap else grad).mul_(transform.scale).to(hidden.dtype)
             if grad_h is not None:
                 torch.mm(grad, weight_VD, out=grad_h[start : start + size])
@@ -86,64 +98,87 @@ class LinearNLL(torch.autograd.Function):
             None if g is None else g.mul_(factor.to(g.dtype)).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         ctx.grads = None  # multiplied in place: a second backward pass would be wrong, and fails here instead
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
-def hidden_states(root: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Output of the model's body after its final norm: [B, T, D] in the compute type."""
-    hidden: Tensor = root.base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden
+@dataclass(frozen=True)
+class Added:
+    """What training puts beside the negative log likelihood; evaluation has none of it.
+
+    Attributes:
+        smoothing: share of each target that is spread over the vocabulary (train.label_smoothing_factor).
+        balance: load-balancing loss, once for each trained token, so that a step holds its mean over micro-batches.
+    """
+
+    smoothing: float = 0.0
+    balance: Balance | None = None
 
 
-def full_logits(root: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits by the model's own forward: [B, T, V]."""
+def body(root: Any, inputs: dict[str, Any]) -> Any:
+    """Outputs of the model's body: `last_hidden_state` [B, T, D] after its final norm, in the compute type."""
+    return root.base_model(**inputs, use_cache=False)
+
+
+def own_forward(root: Any, inputs: dict[str, Any]) -> Any:
+    """Outputs of the model's own forward: `logits` [B, T, V]."""
     # The class's forward, not the call: inside a method of a sharded root the gather has happened already.
-    logits: Tensor = type(root).forward(root, **inputs, use_cache=False).logits
-    return logits
+    return type(root).forward(root, **inputs, use_cache=False)
 
 
-def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-    """Sum over trained positions of -log p(labels[t] | input_ids[<t]): a scalar in fp32. Bound to the root as `nll_sum`.
+def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sum over trained positions of -log p(labels[t] | input_ids[<t]), and in training mode what `Added` says: a scalar in fp32.
+    Bound to the root as `nll_sum`.
 
     Args:
         inputs: what the model's body takes, `input_ids` [B, T] int64 and whatever else the batch holds.
         labels: [B, T] int64, aligned with input_ids; IGNORE where nothing is learned.
+        mask: [B, T], 1 for real tokens and 0 for padding; None: all are real.
     """
+    added = root.swiftlite_added if root.training else Added()
+    root.swiftlite_mask = mask  # for the noise on the embedding
+    more = {"output_router_logits": True} if added.balance else {}
+    outputs = (own_forward if root.swiftlite_head is None else body)(root, inputs | more)
     targets = labels[:, 1:]
     keep = targets != IGNORE
-    if root.swiftlite_head is None:
-        logits = full_logits(root, inputs)[:, :-1]
-        return F.cross_entropy(logits[keep].float(), targets[keep], reduction="sum")
-    # A batch without trained tokens still runs the head, so that every rank makes the same collectives; its sum is 0.
+    values = outputs.logits if root.swiftlite_head is None else outputs.last_hidden_state
+    # A batch without trained tokens still runs the body, so that every rank makes the same collectives; its sum is 0.
     if not bool(keep.any()):
-        return hidden_states(root, inputs)[:, :1].float().sum() * 0.0
-    hidden_ND, target_N = hidden_states(root, inputs)[:, :-1][keep], targets[keep]
-    head, transform = root.get_output_embeddings(), root.swiftlite_head
+        return values[:, :1].float().sum() * 0.0
+    total = _nll(root, values[:, :-1][keep], targets[keep], added.smoothing)
+    return total + keep.sum() * added.balance(outputs.router_logits, mask) if added.balance else total
+
+
+def _nll(root: Any, values: Tensor, target_N: Tensor, smoothing: float) -> Tensor:
+    """The smoothed sum for hidden states [N, D], or for logits [N, V] where the model's own forward makes them."""
+    transform, head = root.swiftlite_head, root.get_output_embeddings()
+    if transform is None:
+        return F.cross_entropy(values.float(), target_N, reduction="sum", label_smoothing=smoothing)
     if type(head) is nn.Linear or type(head).__name__ == "FSDPLinear":
-        total: Tensor = LinearNLL.apply(hidden_ND, head.weight, head.bias, target_N, transform)
+        total: Tensor = LinearNLL.apply(values, head.weight, head.bias, target_N, transform, smoothing)
         return total
 
     # An adapted head is called as the module it is; its logits are made again in the backward pass instead of being kept.
     def chunk_sum(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(transform(head(hidden)), target, reduction="sum")
+        return F.cross_entropy(transform(head(hidden)), target, reduction="sum", label_smoothing=smoothing)
 
     size = max(1, CHUNK_ELEMENTS // root.config.get_text_config().vocab_size)
-    pairs = zip(hidden_ND.split(size), target_N.split(size), strict=True)
+    pairs = zip(values.split(size), target_N.split(size), strict=True)
     return torch.stack([checkpoint(chunk_sum, h, t, use_reentrant=False) for h, t in pairs]).sum()
 
 
 def head_gap(root: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Largest difference between our logits and the model's own, relative to its largest. Bound to the root as `head_gap`."""
-    theirs = full_logits(root, inputs).float()
-    ours = root.swiftlite_head(root.get_output_embeddings()(hidden_states(root, inputs)))
+    theirs = own_forward(root, inputs).logits.float()
+    ours = root.swiftlite_head(root.get_output_embeddings()(body(root, inputs).last_hidden_state))
     return (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
 
 
 METHODS = ("nll_sum", "head_gap")
 
 
-def attach(root: Any) -> None:
+def attach(root: Any, added: Added | None = None) -> None:
     """Gives `root` the methods of this module: FSDP2 gathers weights for registered methods of the root and for nothing else."""
+    root.swiftlite_added = added or Added()
     has_head = isinstance(root.get_output_embeddings(), nn.Module)
     root.swiftlite_head = LogitTransform.of(root.config.get_text_config()) if has_head else None
     root.nll_sum = MethodType(nll_sum, root)

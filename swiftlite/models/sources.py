@@ -43,8 +43,8 @@ def download_model(name: str, *, hub_name: str = "hf", revision: str | None = No
         RecipeError: no such hub.
         ModelError: as `resolve_model`.
     """
-    if hub not in HUBS:
-        raise RecipeError(f"'{hub}' is unknown.{nearest(hub, HUBS)}", where="hub", fix=f"Known: {', '.join(HUBS)}.")
+    if hub_name not in HUBS:
+        raise RecipeError(f"'{hub_name}' is unknown.{nearest(hub_name, HUBS)}", where="hub", fix=f"Known: {', '.join(HUBS)}.")
     path = _local_path(name)
     if path is not None:
         return _local(path, True, trusted=None).folder

@@ -23,7 +23,7 @@ class Sft:
 
     def loss_sum(self, root: Any, batch: Batch) -> Tensor:
         inputs = {k: v for k, v in batch.items() if k not in _OURS}
-        loss: Tensor = root.nll_sum(inputs, batch["labels"])
+        loss: Tensor = root.nll_sum(inputs, batch["labels"], batch["attention_mask"])
         return loss
 
 

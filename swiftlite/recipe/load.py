@@ -10,6 +10,7 @@ from swiftlite.recipe import aliases
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.keys import keys
 from swiftlite.recipe.overrides import override
+from swiftlite.recipe.plugins import install, load_plugins
 from swiftlite.recipe.reading import Faults, Node, parse
 from swiftlite.recipe.resolve import Loaded, resolve
 from swiftlite.recipe.secrets import expand
@@ -19,12 +20,13 @@ from swiftlite.recipe.writing import dump_yaml
 __all__ = ["Loaded", "dump_yaml", "load_recipe", "resolve", "shipped"]
 
 
-def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> Loaded:
+def load_recipe(path_or_name: str, overrides: Sequence[str] = (), *, run_plugins: bool = True) -> Loaded:
     """Reads, checks and completes a recipe.
 
     Args:
         path_or_name: a YAML file, or the name of a shipped recipe.
         overrides: `a.b=c`, each beats the file and those before it.
+        run_plugins: False: the recipe's plugins are not run, and the names of table rows not checked where it has some.
 
     Raises:
         RecipeError: lists every mistake with its file and line.
@@ -41,7 +43,11 @@ def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> Loaded:
     assert recipe is not None
     recipe._written.update(written)
     origins = dict.fromkeys((key for key in keys() if "[]" not in key), "default") | dict(_origins(root, ""))
-    return resolve(Loaded(recipe, origins, notes, str(path)))
+    places = [origins.get(f"plugins.{i}", origins["plugins"]) for i in range(len(recipe.plugins))]
+    plugins = load_plugins(recipe.plugins, places) if run_plugins else ()
+    install(plugins)
+    notes += [plugin.note for plugin in plugins]
+    return resolve(Loaded(recipe, origins, notes, str(path), plugins))
 
 
 def shipped() -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import nearest
+from swiftlite.recipe.plugins import Plugin
 from swiftlite.recipe.reading import Faults
 from swiftlite.recipe.schema import LoraSection, Recipe
 
@@ -23,12 +24,19 @@ class Loaded:
             `method: lora`, `derived: ...`. Sources have theirs under `data.train`.
         notes: lines for the user: names understood as others.
         path: the file it was read from.
+        plugins: what was run of the recipe's `plugins`.
     """
 
     recipe: Recipe
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
     path: str | None = None
+    plugins: tuple[Plugin, ...] = ()
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of each plugin by its path."""
+        return {plugin.path: plugin.sha256 for plugin in self.plugins}
 
     @property
     def method(self) -> str:
@@ -99,6 +107,7 @@ def resolve(loaded: Loaded, data_size: int | None = None) -> Loaded:
     _check_names(draft)
     _check_method(draft)
     _check_rhythms(draft)
+    _note_splits(draft)
     return draft.done()
 
 
@@ -172,6 +181,8 @@ def _processes(ranks: int) -> str:
 
 def _check_names(draft: _Draft) -> None:
     recipe = draft.loaded.recipe
+    if recipe.plugins and not draft.loaded.plugins:
+        return  # not run, so their names are not known
     named: list[tuple[str, str | None, tables.Table]] = [
         ("strategy.name", recipe.strategy.name, tables.STRATEGIES),
         ("train.objective", recipe.train.objective, tables.OBJECTIVES),
@@ -229,6 +240,14 @@ def _check_rhythms(draft: _Draft) -> None:
                     best, f"no checkpoint can be the best one while {rhythm} is 'no'.", f"Set {rhythm}, or leave this key out."
                 )
     _check_best(draft)
+
+
+def _note_splits(draft: _Draft) -> None:
+    """Says aloud what ends the promise that every split of a step's rows learns the same."""
+    for key in ("train.neftune_noise_alpha", "train.router_aux_loss_coef"):
+        note = f"{key}: with it, how a step's rows are split over forward passes and ranks changes what is learned."
+        if draft[key] and note not in draft.notes:
+            draft.notes.append(note)
 
 
 def _check_best(draft: _Draft) -> None:

@@ -105,6 +105,15 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["none", "full"] | None = Field(
         None, description="Recompute activations of each block in the backward pass. Default full on a GPU, none on a CPU."
     )
+    label_smoothing_factor: float = Field(
+        0.0, ge=0, lt=1, description="Share of each target spread over the vocabulary; evaluation is without it."
+    )
+    neftune_noise_alpha: PositiveFloat | None = Field(
+        None, description="Noise on input embeddings (NEFTune); with it splits of a batch differ. The paper tries 5, 10 and 15."
+    )
+    router_aux_loss_coef: NonNegativeFloat = Field(
+        0.0, description="Weight of the load-balancing loss of experts; above 0 splits of a batch differ."
+    )
     trainable: list[str] | None = Field(None, description="Name patterns (fnmatch) of the weights to train; the rest is frozen.")
     full_determinism: bool = Field(False, description="Deterministic kernels on GPUs; slower.")
     on_nonfinite: Literal["stop", "skip"] = Field(
@@ -163,6 +172,9 @@ class Recipe(Section):
     log: LogSection = Field(default_factory=LogSection, description="Log rows and trackers.")
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Saving and resuming.")
     export: ExportSection = Field(default_factory=ExportSection, description="What is written at the end.")
+    plugins: list[str] = Field(
+        [], description="Python files with rows of your own for the tables (formats, objectives, ...); their code is run."
+    )
     output: str | None = Field(None, description="Folder of the run. Default runs/<recipe name>.")
     seed: NonNegativeInt = Field(42, description="Seed of data order, adapter initialisation and dropout.")
 

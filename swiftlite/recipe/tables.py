@@ -12,10 +12,11 @@ from swiftlite.recipe.errors import RecipeError, nearest
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: a help line and the lazy address of its object."""
+    """One row of a table: a help line and the lazy address of its object, or the object itself where a plugin brought it."""
 
     help: str
     target: str
+    plugin: Any = None
 
 
 Table = dict[str, Row]
@@ -44,6 +45,14 @@ EXPORTERS: Table = {
     "merged": Row("a Hugging Face folder with adapters merged in", "swiftlite.export.merged:EXPORTER"),
 }
 
+TABLES: dict[str, Table] = {
+    "FAMILIES": FAMILIES,
+    "STRATEGIES": STRATEGIES,
+    "FORMATS": FORMATS,
+    "OBJECTIVES": OBJECTIVES,
+    "EXPORTERS": EXPORTERS,
+}
+
 
 def load(table: Table, name: str, where: str = "") -> Any:
     """The object behind a row.
@@ -53,5 +62,7 @@ def load(table: Table, name: str, where: str = "") -> Any:
     """
     if name not in table:
         raise RecipeError(f"unknown name '{name}'.{nearest(name, table)}", where=where, fix=f"Known: {', '.join(table)}.")
+    if table[name].plugin is not None:
+        return table[name].plugin
     module, attr = table[name].target.split(":")
     return getattr(import_module(module), attr)

@@ -62,4 +62,3 @@ def _warnings(plan: Plan, memory: MemoryPlan) -> list[str]:
     if good and plan.recipe.checkpoint.resume is None:
         found.append(f"{plan.output} holds a run already: train needs --resume auto, or another --output")
     return [text for text in found if text]
-

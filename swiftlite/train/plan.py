@@ -21,6 +21,7 @@ from swiftlite.models.tokenizer import load_tokenizer, pad_id
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.load import Loaded
+from swiftlite.recipe.plugins import install
 from swiftlite.recipe.schema import Recipe
 from swiftlite.train.schedule import Schedule
 
@@ -114,6 +115,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     Raises:
         RecipeError, ModelError, DataError: with what to change.
     """
+    install(loaded.plugins)  # another recipe may have been loaded since
     recipe, notes = loaded.recipe, list(loaded.notes)
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)

@@ -88,17 +88,24 @@ class Run:
     def checkpoints(self) -> Path:
         return self.plan.output / "checkpoints"
 
-    def begin(self) -> None:
+    def begin(self, checkpoint_bytes: int = 0) -> None:
         """Claims the output folder, resumes where asked, and writes what the run is made of.
+
+        Args:
+            checkpoint_bytes: space that one checkpoint takes.
 
         Raises:
             RecipeError: when the folder holds a run that is not to be resumed, or one with other fixed keys.
+            DiskFullError: when the first checkpoint would not fit.
         """
         output = self.plan.output
         found = self._resume()
+        if self.step < self.schedule.total and self.recipe.checkpoint.save_strategy != "no":
+            checkpoint.require_space(self.checkpoints, checkpoint_bytes)
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump_yaml(self.recipe))
-        (output / "environment.json").write_text(json.dumps(environment(), indent=2))
+        found_here = environment() | ({"plugins": self.plan.loaded.hashes} if self.plan.loaded.plugins else {})
+        (output / "environment.json").write_text(json.dumps(found_here, indent=2))
         (output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
         name = self.recipe.log.run_name or output.name
         flat = {k: v for k, v in states.flat(self.recipe).items() if isinstance(v, int | float | str | bool)}
@@ -131,7 +138,12 @@ class Run:
         else:
             folder = Path(wanted)
         saved = checkpoint.read(folder)
-        for note in states.check_resumable(saved.meta["recipe"], states.flat(self.recipe)):
+        if good and (newest := checkpoint.step_of(good[-1]) or 0) > saved.meta["step"]:
+            raise RecipeError(
+                f"{self.plan.output} has checkpoints up to step {newest}, and would go on from step {saved.meta['step']}: "
+                "the two histories would mix.", where="checkpoint.resume", fix="Choose another --output for the new one.",
+            )  # fmt: skip
+        for note in states.check_resumable(saved.meta["recipe"], states.flat(self.recipe, self.plan.loaded.hashes)):
             self.console.line(f"note: {note}")
         states.restore(self, saved, folder)
         return folder
@@ -213,9 +225,8 @@ class Run:
         ):
             self.best = {"step": self.step, "value": self.last_eval[1]}
         began = time.monotonic()
-        if not (self.checkpoints / f"step-{self.step:06d}").exists():
-            folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), self._write_adapter)
-            self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
+        folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), self._write_adapter)
+        self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
         checkpoint.rotate(
             self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None
         )

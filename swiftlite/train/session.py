@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from swiftlite.data.report import table as rows_table
 from swiftlite.dist import checkpoint
 from swiftlite.dist.world import leave
 from swiftlite.export import report
@@ -32,7 +33,9 @@ def train(loaded: Loaded, console: Console) -> Path:
     assert recipe.export.formats is not None
     for name in recipe.export.formats:
         check_target(plan.output / name, recipe.export.overwrite, plan.files.folder)
-    for text in [*plan.lines(), *(f"note: {n}" for n in plan.notes)]:
+    # Rows that were dropped or cut are told here too; all of them stand in data_report.json.
+    lost = [rows_table({**r, "notes": []}, name) for name, r in plan.reports.items() if r["dropped"] or r["cut"]]
+    for text in [*plan.lines(), *lost, *(f"note: {n}" for n in plan.notes)]:
         console.line(text)
     try:
         run = Run(plan, console)
@@ -43,7 +46,8 @@ def train(loaded: Loaded, console: Console) -> Path:
             if note:
                 console.line(f"note: {note}")
         check_export(run.trained(), recipe.export.formats, recipe.export, plan.output)
-        run.begin()
+        weights = memory.trained * (2 if run.built.peft else 1)  # adapters lie in a checkpoint in both their forms
+        run.begin(weights + (0 if recipe.checkpoint.save_only_model else memory.optimizer))
         console.log_to(plan.output / "train.log")
         with run.stop:
             try:

@@ -1,7 +1,7 @@
 """What goes into a checkpoint, and which recipe keys a resumed run may change."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -31,8 +31,8 @@ LAYOUT = (
 )
 
 
-def flat(recipe: Recipe) -> dict[str, Any]:
-    """Every leaf key of a recipe as `section.key`; texts from the environment as `${NAME}`."""
+def flat(recipe: Recipe, hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Every leaf key of a recipe as `section.key`; texts from the environment as `${NAME}`, plugins with their `hashes`."""
 
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
@@ -42,7 +42,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
             else:
                 yield path, item
 
-    return dict(walk("", public(recipe)))
+    return dict(walk("", public(recipe))) | ({"plugins": dict(hashes)} if hashes else {})
 
 
 def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -115,7 +115,7 @@ def capture(run: Any) -> State:
         tensors |= {"optimizer": state_tensors(run.root, run.optimizer), "rng": rng_tensors}
     meta = {
         "step": run.step,
-        "recipe": flat(run.recipe),
+        "recipe": flat(run.recipe, run.plan.loaded.hashes),
         "counters": run.counters,
         "best": run.best,
         "scaler": run.scaler.state_dict(),

@@ -1,5 +1,6 @@
 """Verbs hand their arguments on; errors end in one place with one message and the right code."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from swiftlite import api as real_api
 from swiftlite.cli.main import VERBS, run
+from swiftlite.infer.scores import as_text
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError, SwiftliteError
-from tests.cli.stand_in import stand_in_api
+from tests.cli.stand_in import RESULTS, stand_in_api
 
 DEBUGGABLE = ["train", "check", "export", "eval", "chat", "generate", "download"]
 
@@ -69,12 +72,6 @@ def test_check_for_machines(api, recipe, capsys):
 
 def test_other_verbs_hand_on(api, capsys):
     assert run(["export", "runs/x", "--format", "merged", "--dtype", "bf16", "--output", "o", "--overwrite"]) == 0
-    assert run(["eval", "runs/x", "--data", "d.jsonl", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"loss": 0.5}
-    assert run(["eval", "runs/x", "--data", "d.jsonl"]) == 0
-    assert capsys.readouterr().out == "loss: 0.5\n"
-    assert run(["generate", "runs/x", "--prompts", "p.jsonl", "--max-new-tokens", "7"]) == 0
-    assert run(["chat", "runs/x", "--system", "s"]) == 0
     assert run(["download", "a/b", "--revision", "r"]) == 0
     assert capsys.readouterr().out == "/cache/x\n"
     calls = {name: (args, kwargs) for name, args, kwargs in api.calls}
@@ -82,9 +79,65 @@ def test_other_verbs_hand_on(api, capsys):
         ("runs/x",),
         {"format": "merged", "dtype": "bf16", "output": Path("o"), "overwrite": True, "device": "auto"},
     )
-    assert calls["generate"][1]["max_new_tokens"] == 7
-    assert calls["chat"][1]["system"] == "s"
     assert calls["download"] == (("a/b",), {"hub": "hf", "revision": "r"})
+
+
+LOADING = {"base": None, "device": "auto", "dtype": "auto", "hub": "hf", "trust_remote_code": False}
+LOADING_FLAGS = ["--base", "b", "--device", "cpu", "--dtype", "bf16", "--hub", "modelscope", "--trust-remote-code"]
+DRAWING = {"system": None, "temperature": 0.0, "top_p": 1.0, "seed": None}
+DRAWING_FLAGS = ["--system", "s", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "7"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "defaults", "flags"),
+    [
+        (
+            ["eval", "x", "--data", "d"],
+            ("x", "d"),
+            LOADING
+            | {"format": None, "train_on": None, "max_length": None, "generate": True, "batch_size": 8, "max_new_tokens": 256},
+            [*LOADING_FLAGS, "--format", "text", "--train-on", "all", "--max-length", "9", "--no-generate", "--batch-size", "2"],
+        ),
+        (
+            ["generate", "x", "--prompts", "p"],
+            ("x", Path("p")),
+            LOADING | DRAWING | {"output": "-", "batch_size": 8, "max_new_tokens": 256},
+            [*LOADING_FLAGS, *DRAWING_FLAGS, "--output", "o", "--batch-size", "2"],
+        ),
+        (
+            ["chat", "x"],
+            ("x",),
+            LOADING | DRAWING | {"raw": False, "trace": False, "max_new_tokens": 512},
+            [*LOADING_FLAGS, *DRAWING_FLAGS, "--raw", "--trace"],
+        ),
+    ],
+    ids=["eval", "generate", "chat"],
+)
+def test_each_flag_of_inference_reaches_the_function_it_is_for(api, arguments, given, defaults, flags):
+    assert run(arguments) == 0
+    assert run([*arguments, *flags]) == 0
+    (name, args, plain), (_, _, flagged) = api.calls
+    assert (args, plain) == (given, defaults)
+    assert set(inspect.signature(getattr(real_api, name)).parameters) >= set(plain), "names that the function has"
+    unchanged = {key for key in plain if plain[key] == flagged[key]}
+    assert unchanged <= {"max_new_tokens"}, "each flag changes one"
+
+
+def test_scores_for_people_and_machines(api, capsys):
+    assert run(["eval", "runs/x", "--data", "d.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == 0.5
+    assert run(["eval", "runs/x", "--data", "d.jsonl"]) == 0
+    assert capsys.readouterr().out == "loss         0.5000 (perplexity 1.649) over 9 trained tokens of 2 rows\n"
+    example = {"source": "d:1", "expected": "a\nb", "answer": "c" * 500, "match": False}
+    answers = {"dropped": {"too long": 3}, "exact_match": 0.5, "matched": 1, "answered": 2, "examples": [example]}
+    lines = as_text(RESULTS["evaluate"] | answers).splitlines()
+    assert lines[1:5] == [
+        "dropped      3 too long",
+        "exact match  0.5000: 1 of 2 answers",
+        "--- d:1: wrong",
+        "expected     a\\nb",
+    ]
+    assert lines[5].endswith("c [... 100 more characters]")
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def stop_after(monkeypatch, step):
 
 
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
-@pytest.mark.parametrize("method", ["lora", "full", "sgd"])
+@pytest.mark.parametrize("method", ["lora", "full", "sgd", "noise"])
 def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, method, strategy):
-    keys = sections(**({"optim": "sgd"} if method == "sgd" else {}))
+    keys = sections(**{"sgd": {"optim": "sgd"}, "noise": {"neftune_noise_alpha": 5}}.get(method, {}))
     if method == "full":
         keys["lora"] = None
     whole = train(
