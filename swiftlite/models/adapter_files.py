@@ -32,6 +32,7 @@ _SERVED = {
     *(
         "lora_bias",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",

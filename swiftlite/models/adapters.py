@@ -24,14 +24,15 @@ from swiftlite.models.adapter_files import (
     slots,
 )
 from swiftlite.models.coverage import Coverage, coverage
+from swiftlite.models.experts import expert_parameters, matched_parameters, wrappers
 from swiftlite.models.families.family import Family
 from swiftlite.models.placing import fill
 from swiftlite.models.sources import ModelFiles
-from swiftlite.models.targets import lora_targets, matched, peft_config, select_trainable
+from swiftlite.models.targets import lora_targets, matched, peft_config, renamed, select_trainable
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import LoraSection, Recipe
 
-_LISTS = ("target_modules", "exclude_modules", "modules_to_save")
+_LISTS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 
 
 def attach(
@@ -51,9 +52,10 @@ def attach(
         return inject(model, config), [*notes, said]
     assert recipe.lora is not None
     targets = lora_targets(model, recipe.lora, family)
+    fused = expert_parameters(model, recipe.lora, family) if recipe.lora.experts else []
     added = [int(tokenizer.convert_tokens_to_ids(token)) for token in recipe.model.add_tokens]
-    config = peft_config(model, recipe.lora, targets, files.base_id, files.revision, added)
-    return inject(model, config, targets), []
+    config = peft_config(model, recipe.lora, targets, files.base_id, files.revision, added, fused)
+    return inject(model, config, [*targets, *wrappers(fused)]), []
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, targets: list[str] | None = None) -> PeftModel:
@@ -62,27 +64,31 @@ def inject(model: PreTrainedModel, config: LoraConfig, targets: list[str] | None
     Adapter parameters are on meta and in fp32 whatever the base has; `init_adapters` gives them memory and values.
 
     Args:
-        targets: full names that must have got an adapter; given for new adapters.
+        targets: full names that must have got an adapter layer; given for new adapters.
 
     Raises:
-        RecipeError: peft refuses the config.
-        ModelError: peft put adapters elsewhere than asked, or on fused experts.
+        RecipeError: peft refuses the config, or could not load the adapter again.
+        ModelError: peft put adapters elsewhere than asked.
     """
     kept = {name: getattr(config, name) for name in ("base_model_name_or_path", "revision", *_LISTS)}
     kept = {name: sorted(value) if isinstance(value, set | list) else value for name, value in kept.items()}
-    expected = matched(model, config) if targets is None else targets
+    expected = [*matched(model, config), *wrappers(matched_parameters(model, config))] if targets is None else targets
+    if lost := renamed(model, expected):
+        fault = f"peft would look for the adapter on {min(lost)} under another name, and lose it."
+        raise RecipeError(fault, where="lora.target_modules", fix="Leave that layer out.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on Conv1D, tied weights and renamed bases: all decided before
         try:
             peft = get_peft_model(model, config, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         except (ValueError, TypeError, AttributeError) as error:
             raise RecipeError(f"peft refuses this adapter: {str(error).splitlines()[0]}", where="lora") from error
+    turned = set(config.target_parameters or ()) - set(kept["target_parameters"] or ())
     # peft writes its own name of the base and a condensed, unordered set of targets into the config.
     for name, value in kept.items():
         setattr(config, name, value)
-    if config.target_parameters:
-        fused = ", ".join(sorted(config.target_parameters))
-        raise ModelError(f"the adapter trains fused experts ({fused}), which is not served.")
+    if turned:
+        what = f"the adapter was made for experts that are linear layers; here they are fused ({', '.join(sorted(turned))})."
+        raise ModelError(what, fix="Convert it with peft: load it, then save it.")
     got = [n for n, m in model.named_modules() if isinstance(m, LoraLayer)]
     if set(got) != set(expected):
         odd = sorted(set(got) ^ set(expected))
@@ -116,6 +122,12 @@ def agree(lora: LoraSection | None, config: LoraConfig, model: PreTrainedModel, 
         "use_dora": (lora.use_dora, config.use_dora),
         "modules_to_save": (sorted(lora.modules_to_save), sorted(config.modules_to_save or [])),
     }
+    if "experts" in given:
+        parts = family.parts(model)
+        pairs["experts"] = (
+            lora.experts,
+            bool(config.target_parameters) or any(parts.role(n) == "expert" for n in matched(model, config)),
+        )
     if lora.alpha in (None, 2 * lora.rank):
         del pairs["alpha"]
     for key, (ours, theirs) in pairs.items():
@@ -170,7 +182,7 @@ def _first_value(slot: Slot, name: str, seed: int, gaussian: bool) -> Tensor:
         if slot.kind == "lora_embedding_B":
             return torch.randn(shape, generator=generator)
         if gaussian:
-            return torch.randn(shape, generator=generator) / shape[0]
+            return torch.randn(shape, generator=generator) / slot.layer.r[ADAPTER]
         bound = 1 / math.sqrt(shape[1])  # kaiming_uniform with a = sqrt(5), peft's default
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if slot.kind == "lora_magnitude_vector":

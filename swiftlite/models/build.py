@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
     overrides = recipe.model.config_overrides
     try:
         config = AutoConfig.from_pretrained(files.folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError) as e:
+    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as e:
         raise ModelError(f"config.json cannot be used: {str(e).splitlines()[0]}", where=files.folder) from e
     text, notes = config.get_text_config(), []
     for name, value in overrides.items():

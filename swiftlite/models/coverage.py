@@ -66,7 +66,7 @@ class Coverage:
         if self.untrained:
             what = "of the blocks' weights have no adapter" if self.adapted else "of the blocks' weights"
             listed = "; ".join(f"{u.part}: {u.classes} ({u.parameters:,})" for u in self.untrained)
-            rows.append(f"frozen    {self.uncovered_share:.1%} {what}; in all {listed}")
+            rows.append(f"frozen    {listed}; {self.uncovered_share:.1%} {what}")
         return rows
 
 

@@ -4,12 +4,14 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from peft import LoraConfig, TaskType
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from swiftlite.models.experts import is_expert_linear
 from swiftlite.models.families.family import Family, Parts, inside, is_linear, name_of
 from swiftlite.models.families.lookup import family_for
 from swiftlite.recipe.errors import RecipeError, nearest
@@ -23,7 +25,8 @@ def lora_targets(model: PreTrainedModel, lora: LoraSection, family: Family) -> l
 
     `all-linear` means every linear layer inside the decoder blocks but routers, experts, and what no text reaches; peft's own
     expansion would take routers and experts too. A list matches like peft's: the whole name or its last parts. A string is a
-    regular expression for the whole name. Towers never take part.
+    regular expression for the whole name. Towers never take part. `experts` adds experts that are linear layers; fused ones are
+    parameters, for `experts.expert_parameters`.
 
     Args:
         model: the bare Hugging Face model; weights may be on meta.
@@ -41,10 +44,13 @@ def lora_targets(model: PreTrainedModel, lora: LoraSection, family: Family) -> l
     if wanted == ALL_LINEAR:
         taken = reserved(model)
         found = {n for n in names if parts.role(n) == "linear" and n.rpartition(".")[2] not in taken}
+        found -= renamed(model, found)
     elif isinstance(wanted, str):
         found = _by_regex(wanted, names, parts)
     else:
         found = {n for entry in wanted for n in _by_suffix(entry, names, parts)}
+    if lora.experts:
+        found |= {n for n in names if is_expert_linear(parts, n)}
     in_full = [n for n in names if any(has_suffix(n, m) for m in lora.modules_to_save)]
     if wanted != ALL_LINEAR and (both := sorted(n for n in found if inside(n, in_full))):
         raise RecipeError(f"'{both[0]}' would be adapted and trained in full.", where="lora.modules_to_save")
@@ -86,6 +92,18 @@ def reserved(model: PreTrainedModel) -> set[str]:
     return found
 
 
+def renamed(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Modules whose adapters peft would look for under another name when it loads them: a rule that renames keys of old base
+    checkpoints changes keys of adapters too, where it has no border. They would be lost."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+    except ImportError:
+        return set()
+    keys = {f"base_model.model.{n}.lora_A.weight": n for n in names}
+    kept = convert(model, LoraConfig(), dict.fromkeys(keys, torch.empty(0))).keys()
+    return {n for key, n in keys.items() if key not in kept}
+
+
 def _by_suffix(entry: str, names: list[str], parts: Parts) -> list[str]:
     model, where = parts.model, "lora.target_modules"
     hits = [n for n in names if has_suffix(n, entry)]
@@ -99,8 +117,8 @@ def _by_suffix(entry: str, names: list[str], parts: Parts) -> list[str]:
     if usable:
         return usable
     if any(has_suffix(n, entry) for n, p in model.named_parameters() if p.ndim == 3):
-        fault = f"'{entry}' is a fused parameter of all experts, which takes no adapter."
-        raise RecipeError(fault, where=where, fix="Name attention layers, or use all-linear.")
+        fault = f"'{entry}' is a fused parameter of all experts, not a module."
+        raise RecipeError(fault, where=where, fix="Leave it out; lora.experts: true adapts the experts.")
     if hits:
         inner = sorted({n.rpartition(".")[2] for n in names if inside(n, hits) and _takes_adapter(model.get_submodule(n))})
         fault = f"'{entry}' is a {type(model.get_submodule(hits[0])).__name__}, which takes no adapter."
@@ -135,10 +153,10 @@ def _nearest(entry: str, names: Iterable[str]) -> str:
     return nearest(entry, dict.fromkeys(".".join(n.split(".")[-size:]) for n in names))
 
 
-def short_names(targets: Sequence[str], everything: Sequence[str]) -> list[str]:
+def short_names(targets: Sequence[str], everything: Sequence[str], sizes: Sequence[int] = (1, 2)) -> list[str]:
     """The shortest suffixes that select exactly `targets` among all module names, by peft's rule; whole names where none does."""
     chosen, out = set(targets), set()
-    for size in (1, 2):
+    for size in sizes:
         groups: dict[str, list[str]] = {}
         for name in everything:
             groups.setdefault(".".join(name.split(".")[-size:]), []).append(name)
@@ -156,6 +174,7 @@ def peft_config(
     base_id: str,
     revision: str | None = None,
     token_indices: Sequence[int] = (),
+    parameters: Sequence[str] = (),
 ) -> LoraConfig:
     """The peft config of a new adapter.
 
@@ -164,6 +183,7 @@ def peft_config(
         base_id: what adapter_config.json names as the base model.
         token_indices: ids of added tokens, whose embedding rows are trained beside the adapters (in the output embedding too
             where it is a weight of its own).
+        parameters: full names of fused expert weights that take an adapter.
 
     Raises:
         RecipeError: added tokens on a model whose embeddings have no name.
@@ -179,6 +199,7 @@ def peft_config(
         use_dora=lora.use_dora,
         init_lora_weights=True if lora.init == "default" else lora.init,
         target_modules=short_names(targets, everything),
+        target_parameters=short_names(parameters, [n for n, _ in model.named_parameters()], sizes=(2,)) or None,
         modules_to_save=in_full or None,
         ensure_weight_tying=tie,
         trainable_token_indices=_token_rows(model, token_indices, in_full) or None,

@@ -156,6 +156,8 @@ _SHARDING = "Write `strategy: fsdp`; no engine file is needed."
 ADVICE: dict[str, str] = {
     **dict.fromkeys(("tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path", "tokenizer_type"), _TOKENIZER),
     "template": "The chat template comes with the model: model.name. data.chat_template replaces it.",
+    "lora_target_parameters": "lora.experts: true adapts routed experts.",
+    "target_parameters": "lora.experts: true adapts routed experts.",
     "revision": "Write it behind the name: `model.name: org/name@revision`.",
     **dict.fromkeys(("finetuning_type", "tuner_type", "use_peft", "train_type"), _METHOD),
     **dict.fromkeys(("fsdp_config", "accelerate_config", "fsdp_transformer_layer_cls_to_wrap"), _SHARDING),

@@ -18,6 +18,8 @@ class SwiftliteError(Exception):
     def __init__(self, what: str, *, where: object = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, None if where is None else str(where), fix
         text = f"{self.where}: {what}" if self.where else what
+        if fix and text[-1] not in ".!?\n":
+            text += "."
         super().__init__(f"{text} {fix}" if fix else text)
 
 

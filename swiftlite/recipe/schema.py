@@ -67,6 +67,10 @@ class LoraSection(Section):
     modules_to_save: list[str] = Field([], description="Modules trained in full beside the adapters.")
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA.")
+    experts: bool = Field(
+        False,
+        description="Adapt routed experts too; each pass makes a changed copy of them, and vLLM loads no such adapter.",
+    )
     init: Literal["default", "gaussian"] = Field("default", description="Initialisation of the A matrices.")
 
 

@@ -17,9 +17,9 @@ from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
 from swiftlite.models.build import Precision, load_config
 from swiftlite.models.sources import ModelFiles, resolve_model
-from swiftlite.models.tokenizer import load_tokenizer, pad_id
+from swiftlite.models.tokenizer import load_tokenizer, new_rows, pad_id
 from swiftlite.recipe import tables
-from swiftlite.recipe.errors import RecipeError
+from swiftlite.recipe.errors import ModelError, RecipeError, nearest
 from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.plugins import install
 from swiftlite.recipe.schema import Recipe
@@ -73,7 +73,7 @@ class Plan:
         """How many steps of what size, at what rate, and when something happens between them."""
         train, schedule, rate = self.recipe.train, self.schedule, self.schedule.rate
         size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        each = f"{train.global_batch_size} rows in {passes} forward passes of {size}"
+        each = f"{train.global_batch_size} rows in {passes} forward pass{'es' * (passes != 1)} of {size}"
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
         exports = ", ".join(self.recipe.export.formats or []) or "nothing"
@@ -127,16 +127,16 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
             f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix="Use fp32 or bf16_pure."
         )
     files = resolve_model(recipe.model, need_weights=need_weights)
-    config, _ = load_config(files, recipe)
+    text = load_config(files, recipe)[0].get_text_config()
     tokenizer = load_tokenizer(files, recipe.model)
     renderer = Renderer(
         tokenizer,
         train_on=recipe.data.train_on,
         template_kwargs=recipe.data.template_kwargs,
         chat_template=template_text(recipe.data.chat_template) if recipe.data.chat_template else None,
-        vocab_size=max(len(tokenizer), config.get_text_config().vocab_size),
+        vocab_size=max(len(tokenizer), text.vocab_size),
     )
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or recipe.data.max_length
+    longest = getattr(text, "max_position_embeddings", None) or recipe.data.max_length
     if longest < recipe.data.max_length:
         notes.append(f"data.max_length {recipe.data.max_length} is above the model's {longest}: rows are held to {longest}")
     max_length = min(recipe.data.max_length, longest)
@@ -149,7 +149,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
     shuffle = recipe.data.train_sampling_strategy == "random"
-    pad = pad_id(tokenizer)
+    rows = text.vocab_size + (new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0)
+    # A tokenizer may name a padding token that the model has no row for; any id will do.
+    pad = pad_id(tokenizer) if pad_id(tokenizer) < rows else 0
     loader = Loader(
         train.samples,
         seed=recipe.seed,
@@ -170,6 +172,8 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
             reports[name] = report
         evals[name] = Loader(samples, seed=0, shuffle=False, rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad)
     notes += renderer.notes
+    _check_metric(recipe, evals)
+    _check_ids([train.samples, *(loader.samples for loader in evals.values())], rows, tokenizer)
     checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
     schedule = Schedule.of(recipe, loader.steps_per_epoch)
     return Plan(
@@ -187,3 +191,26 @@ def _eval_sets(
     for source in recipe.data.eval:
         prepared = prepare([source], recipe.data, renderer, max_length=max_length, seed=recipe.seed)
         yield source.name or ("eval" if len(recipe.data.eval) == 1 else Path(source.path).stem), prepared.samples, prepared.report
+
+
+def _check_metric(recipe: Recipe, evals: dict[str, Loader]) -> None:
+    """checkpoint.metric_for_best_model must be a number that an evaluation gives."""
+    name, legal = recipe.checkpoint.metric_for_best_model, ["eval_loss", *(f"eval_loss/{n}" for n in evals if len(evals) > 1)]
+    if evals and name not in legal:
+        raise RecipeError(
+            f"no evaluation gives '{name}'.{nearest(name, legal)}",
+            where="checkpoint.metric_for_best_model",
+            fix=f"Known: {', '.join(legal)}.",
+        )
+
+
+def _check_ids(sets: list[Sequence[Sample]], rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every id must have a row in the model's embeddings: tokenizers come with ids that their model never had."""
+    for sample in (s for samples in sets for s in samples):
+        if (top := max(sample.input_ids)) >= rows:
+            token = tokenizer.convert_ids_to_tokens(top)
+            raise ModelError(
+                f"token '{token}' has id {top}, and the model has {rows} embedding rows",
+                where=sample.source,
+                fix=f"Name it in model.add_tokens: ['{token}'].",
+            )

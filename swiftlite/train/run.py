@@ -1,6 +1,7 @@
 """A run: the plan, the built model, and what is kept while it trains."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from swiftlite.models.build import build
 from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
-from swiftlite.recipe.writing import dump_yaml, public
+from swiftlite.recipe.writing import dump_yaml
 from swiftlite.train import state as states
 from swiftlite.train.console import Console
 from swiftlite.train.environment import environment
@@ -26,9 +27,7 @@ from swiftlite.train.metrics import Metrics, flops_per_token, peak_flops
 from swiftlite.train.optim import make_optimizer
 from swiftlite.train.plan import Plan
 from swiftlite.train.trackers import make_trackers
-
-# Rows on which exports are compared with the trained model: real ones, short enough to run twice on a CPU.
-PROMPTS, PROMPT_TOKENS = 4, 256
+from swiftlite.train.trained import export_facts, public_overrides, trained_of
 
 
 class Stop:
@@ -60,6 +59,7 @@ class Run:
         self.plan, self.console, self.recipe, self.schedule = plan, console, plan.recipe, plan.schedule
         torch.manual_seed(self.recipe.seed)
         if self.recipe.train.full_determinism:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         self.objective: Objective = tables.load(tables.OBJECTIVES, self.recipe.train.objective, "train.objective")
         self.built, self.world = build(
@@ -67,9 +67,7 @@ class Run:
             precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
         )  # fmt: skip
         self.root: Any = self.built.root
-        given, shown = self.recipe.model.config_overrides, public(self.recipe)["model"]["config_overrides"]
-        self._overrides = {k: v for k, v in given.items() if shown[k] == v}
-        if kept := sorted(given.keys() - self._overrides.keys()):
+        if kept := sorted(self.recipe.model.config_overrides.keys() - public_overrides(self.recipe).keys()):
             self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
         self.optimizer = make_optimizer(self.root, self.recipe.train)
         self.trainable = [p for p in self.root.parameters() if p.requires_grad]
@@ -185,16 +183,22 @@ class Run:
         if not self.schedule.log_due(self.step):
             return
         row = {
-            "step": self.step, "epoch": self.schedule.epoch(self.step), "loss": report.loss, "grad_norm": report.grad_norm,
-            "learning_rate": self.schedule.rate.at(self.step - 1), "tokens_per_second": rate, "data_wait_s": self._waited, **self.counters, **memory,
-        }  # fmt: skip
+            "step": self.step,
+            "epoch": self.schedule.epoch(self.step),
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": self.schedule.rate.at(self.step - 1),
+            "tokens_per_second": rate,
+            "data_wait_s": self._waited,
+            **self.counters,
+            **memory,
+        }
         if self._peak:
             row["mfu"] = rate * self._flops / self._peak
         self.metrics.write(row)
-        self.console.line(
-            f"step {self.step:>6,}/{self.schedule.total:,}  loss {report.loss:.4f}  norm {report.grad_norm:.3f}  rate {row['learning_rate']:.2e}"
-            f"  {rate:,.0f} tok/s" + (f"  {memory['peak_memory_gib']:.1f} GiB" if memory else "")
-        )
+        shown = f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  rate {row['learning_rate']:.2e}  {rate:,.0f} tok/s"
+        peak = f"  {memory['peak_memory_gib']:.1f} GiB" if memory else ""
+        self.console.line(f"step {self.step:>6,}/{self.schedule.total:,}  {shown}{peak}")
         self._restart_window()
 
     def _restart_window(self) -> None:
@@ -203,10 +207,7 @@ class Run:
 
     def record_eval(self, row: dict[str, Any]) -> None:
         """Logs an evaluation and remembers the best step by checkpoint.metric_for_best_model."""
-        name = self.recipe.checkpoint.metric_for_best_model
-        if name not in row:
-            raise RecipeError(f"no evaluation gives '{name}', only {', '.join(row)}", where="checkpoint.metric_for_best_model")
-        self.last_eval = (self.step, row[name])
+        self.last_eval = (self.step, row[self.recipe.checkpoint.metric_for_best_model])
         self.metrics.write({"step": self.step, "epoch": self.schedule.epoch(self.step), **row})
         self.console.line(f"eval at step {self.step:,}  " + "  ".join(f"{k} {v:.4f}" for k, v in row.items()))
         self._restart_window()
@@ -241,21 +242,8 @@ class Run:
 
     def trained(self) -> Trained:
         """What the exporters need of the model as it is now."""
-        plan, template = self.plan, self.plan.renderer.template
-        return Trained(
-            model=self.root,
-            peft=self.built.peft,
-            files=plan.files,
-            tokenizer=plan.tokenizer,
-            tokens_added=bool(self.recipe.model.add_tokens),
-            chat_template=template if template != plan.tokenizer.chat_template else None,
-            stop_ids=plan.renderer.stop_ids,
-            prompts=[s.input_ids[:PROMPT_TOKENS] for s in plan.train.samples[:PROMPTS]],
-            base_dtype=self.built.base_dtype,
-            compute_dtype=plan.precision.compute,
-            trust_remote_code=self.recipe.model.trust_remote_code,
-            config_overrides=self._overrides,
-        )
+        plan = self.plan
+        return trained_of(self.built, plan.files, plan.tokenizer, self.recipe, plan.precision, export_facts(plan))
 
     def finish(self) -> None:
         """Ends the bar and the trackers; a second call does nothing."""

@@ -4,20 +4,28 @@ from pathlib import Path
 
 from swiftlite.data.report import table as rows_table
 from swiftlite.dist import checkpoint
-from swiftlite.dist.world import leave
+from swiftlite.dist.strategies import NONE
+from swiftlite.dist.world import leave, pick_device
 from swiftlite.export import report
 from swiftlite.export.folder import check_target
 from swiftlite.export.run import check as check_export
 from swiftlite.export.run import export_all
+from swiftlite.export.trained import Trained
 from swiftlite.models import adapters
+from swiftlite.models.build import Precision, build
+from swiftlite.models.sources import resolve_model
+from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.load import Loaded
+from swiftlite.recipe.plugins import install
+from swiftlite.recipe.schema import ExportSection
 from swiftlite.train import state as states
 from swiftlite.train.console import Console, calm_libraries
 from swiftlite.train.loop import fit
 from swiftlite.train.memory import plan_memory
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
+from swiftlite.train.trained import trained_of
 
 
 def train(loaded: Loaded, console: Console) -> Path:
@@ -55,24 +63,25 @@ def train(loaded: Loaded, console: Console) -> Path:
             finally:
                 run.finish()
         run.release()
-        write_exports(run, plan.output)
+        write_exports(run.trained(), recipe.export, plan.output, console)
     finally:
         leave()
     return plan.output
 
 
-def write_exports(run: Run, output: Path) -> None:
-    """Writes and verifies the recipe's formats below `output`, and prints the verdicts."""
-    section = run.recipe.export
+def write_exports(trained: Trained, section: ExportSection, output: Path, console: Console) -> None:
+    """Writes and verifies the section's formats below `output`, and prints the verdicts."""
     assert section.formats is not None
-    run.root.eval()
-    for part in export_all(run.trained(), section.formats, section, output):
+    trained.model.eval()
+    for part in export_all(trained, section.formats, section, output):
         for text in report.lines(part):
-            run.console.line(text)
+            console.line(text)
 
 
 def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None:
     """Exports a run, or one of its checkpoints, in the formats of `loaded`, which is the run's own recipe.yaml but for `export`.
+
+    Reads the base model and the checkpoint, not the data.
 
     Raises:
         ModelError: when there is no complete checkpoint.
@@ -84,12 +93,17 @@ def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None
             raise ModelError("there is no complete checkpoint to export", where=folder)
         saved = good[-1]
     calm_libraries()
-    state = checkpoint.read(saved)
-    plan = make_plan(loaded)
+    install(loaded.plugins)
+    state, recipe = checkpoint.read(saved), loaded.recipe
+    device = pick_device(recipe.train.device)
+    precision = Precision.of(recipe.train.precision, device)
+    files = resolve_model(recipe.model)
+    tokenizer = load_tokenizer(files, recipe.model)
     try:
-        run = Run(plan, console)
-        states.load_trainable(run.root, dict(state.tensors["trainable"]), saved)
+        built, _ = build(files, recipe, tokenizer, precision=precision, strategy=NONE, device=device, checkpointing=False)
+        states.load_trainable(built.root, dict(state.tensors["trainable"]), saved)
         console.line(f"exporting {saved}")
-        write_exports(run, output)
+        trained = trained_of(built, files, tokenizer, recipe, precision, state.meta["export"])
+        write_exports(trained, recipe.export, output, console)
     finally:
         leave()

@@ -15,11 +15,12 @@ from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import Recipe
 from swiftlite.recipe.writing import public
 from swiftlite.train.optim import load_state_tensors, state_tensors
+from swiftlite.train.trained import export_facts
 
 # Keys that may differ on resume. Of the rest, each changes what is learned, and must be as it was.
 FREE = (
-    "log.*", "checkpoint.*", "export.*", "output", "eval.*", "data.eval", "data.eval.*", "train.on_nonfinite", "train.num_train_epochs",
-    "train.max_steps", "model.hub",
+    "log.*", "checkpoint.*", "export.*", "output", "eval.*", "data.eval", "data.eval.*",
+    "train.on_nonfinite", "train.num_train_epochs", "train.max_steps", "model.hub",
 )  # fmt: skip
 # Layout: another way to compute the same steps.
 LAYOUT = (
@@ -121,6 +122,7 @@ def capture(run: Any) -> State:
         "scaler": run.scaler.state_dict(),
         "rng": rng_meta,
         "data": run.plan.data_hash,
+        "export": export_facts(run.plan),
     }
     return State(tensors, meta)
 

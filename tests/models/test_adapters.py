@@ -328,7 +328,6 @@ class TestFiles:
             ({"peft_type": "IA3"}, "'IA3'; only LORA"),
             ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
             ({"init_lora_weights": "pissa"}, "'pissa', which changed the base weights"),
-            ({"target_parameters": ["experts.gate_up_proj"]}, "'target_parameters'"),
             ({"bias": "all"}, "'bias'"),
             ({"layer_replication": [[0, 2]]}, "'layer_replication'"),
         ],

@@ -28,7 +28,13 @@ ADAPTER = "model: {name: a, adapter: c}\ndata: b\n"
 
 @pytest.mark.parametrize(
     "text",
-    [FULL, "model: a\ndata: b\n", "model: a\ndata: b\nlora: true\nexport: [adapter, merged]\n", ADAPTER, ADAPTER + "lora: {rank: 4}\n"],
+    [
+        FULL,
+        "model: a\ndata: b\n",
+        "model: a\ndata: b\nlora: true\nexport: [adapter, merged]\n",
+        ADAPTER,
+        ADAPTER + "lora: {rank: 4}\n",
+    ],
 )
 def test_a_saved_recipe_is_the_same_run(load, text, tmp_path):
     first = load(text, bare=True)
