@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,16 @@ def test_train_leaves_a_run_and_check_warns_of_it(run, loaded):
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-000004", "step-000008"}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
     assert "memory    about" in (run / "train.log").read_text()
-    assert any("--resume auto" in note for note in api.check(loaded, quiet=True)["notes"])
+    (note,) = api.check(loaded, quiet=True)["notes"]
+    assert note.startswith(f"training would stop here: {run}: it holds a run already, with checkpoints up to step 8.")
+    with pytest.raises(RecipeError, match="--resume auto"):
+        api.train(loaded)
+
+
+def test_check_refuses_what_an_export_would_refuse(loaded):
+    section = loaded.recipe.export.model_copy(update={"formats": ["merged"], "max_shard_size": "5 boxes"})
+    with pytest.raises(RecipeError, match=r"export\.max_shard_size: '5 boxes'"):
+        api.check(replace(loaded, recipe=loaded.recipe.model_copy(update={"export": section})), quiet=True)
 
 
 def test_export_again_from_a_checkpoint(run, tmp_path):

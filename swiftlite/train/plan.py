@@ -13,6 +13,7 @@ from swiftlite.data.loader import Loader
 from swiftlite.data.prepare import Prepared, prepare
 from swiftlite.data.render import Renderer, Sample
 from swiftlite.data.template import template_text
+from swiftlite.dist import checkpoint
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
 from swiftlite.models.build import Precision, load_config
@@ -54,6 +55,13 @@ class Plan:
     def output(self) -> Path:
         assert self.recipe.output is not None
         return Path(self.recipe.output)
+
+    def refuse_second_run(self) -> None:
+        """Raises RecipeError when the output folder holds a run that is not to be resumed."""
+        good, _ = checkpoint.complete(self.output / "checkpoints")
+        if good and self.recipe.checkpoint.resume is None:
+            what = f"it holds a run already, with checkpoints up to step {checkpoint.step_of(good[-1])}"
+            raise RecipeError(what, where=self.output, fix="Go on with --resume auto, or choose another --output.")
 
     def lines(self) -> list[str]:
         """The start of a run for a person: what is trained on what, for how long."""

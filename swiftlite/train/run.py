@@ -16,6 +16,7 @@ from swiftlite.dist import checkpoint
 from swiftlite.export import adapter
 from swiftlite.export.trained import Trained
 from swiftlite.models.build import build
+from swiftlite.models.files import identity
 from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
@@ -102,8 +103,10 @@ class Run:
             checkpoint.require_space(self.checkpoints, checkpoint_bytes)
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump_yaml(self.recipe))
-        found_here = environment() | ({"plugins": self.plan.loaded.hashes} if self.plan.loaded.plugins else {})
-        (output / "environment.json").write_text(json.dumps(found_here, indent=2))
+        about = environment() | {"model": identity(self.plan.files), "data": {"rows_sha256": self.plan.data_hash}}
+        if self.plan.loaded.plugins:
+            about["plugins"] = self.plan.loaded.hashes
+        (output / "environment.json").write_text(json.dumps(about, indent=2))
         (output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
         name = self.recipe.log.run_name or output.name
         flat = {k: v for k, v in states.flat(self.recipe).items() if isinstance(v, int | float | str | bool)}
@@ -121,11 +124,7 @@ class Run:
         wanted = self.recipe.checkpoint.resume
         good, skipped = checkpoint.complete(self.checkpoints)
         if wanted is None:
-            if good:
-                raise RecipeError(
-                    f"it holds a run already, with checkpoints up to step {checkpoint.step_of(good[-1])}", where=self.plan.output,
-                    fix="Go on with --resume auto, or choose another --output.",
-                )  # fmt: skip
+            self.plan.refuse_second_run()
             return None
         if wanted == "auto":
             for folder, why in skipped.items():

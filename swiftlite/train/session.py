@@ -37,6 +37,7 @@ def train(loaded: Loaded, console: Console) -> Path:
     """
     calm_libraries()
     plan = make_plan(loaded)
+    plan.refuse_second_run()
     recipe = plan.recipe
     assert recipe.export.formats is not None
     for name in recipe.export.formats:

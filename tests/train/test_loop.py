@@ -84,7 +84,7 @@ def test_skip_leaves_the_weights_and_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure", "fp16"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_half_precision_follows_fp32(tmp_path, precision, lora):
-    """fp32 masters under bf16 or fp16 compute: losses as in fp32 to that type's rounding; the weights that train are kept in fp32."""
+    """fp32 masters under bf16 or fp16 compute: losses as in fp32 to rounding; trained weights are kept in fp32."""
     runs = {}
     for name in ("fp32", precision):
         keys = {"lora": LORA} if lora else {}
@@ -172,3 +172,14 @@ def test_metrics_rows_are_complete_and_trackers_see_them(tmp_path):
     } <= set(step)
     assert step["tokens"] == 8 and step["trained_tokens"] == 7
     assert [r["step"] for r in rows if "eval_loss" in r] == [1, 2]
+
+
+def test_a_run_says_what_it_was_made_of(tmp_path):
+    def about(**keys):
+        train(recipe(tmp_path, rows=ROWS, lora=LORA, train={"max_steps": 1}, output=str(tmp_path / "o"), **keys))
+        return json.loads((tmp_path / "o" / "environment.json").read_text())
+
+    first, again = about(), about()
+    assert first == again and first["packages"]["torch"] and first["model"]["base"] == str(tmp_path / "llama")
+    assert list(first["model"]["weights"]) == ["model.safetensors"] and first["model"]["config_sha256"]
+    assert about(data={"max_length": 9})["data"] != first["data"]

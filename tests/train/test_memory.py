@@ -12,7 +12,7 @@ from swiftlite.train.memory import GIB, MemoryPlan, plan_memory, reckon
 from swiftlite.train.optim import OPTIMIZERS
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
-from tests.training import LORA, recipe, token_rows
+from tests.training import LORA, model_folder, recipe, token_rows
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,13 @@ def test_blocks_below_the_first_trained_weight_keep_nothing(tmp_path):
 def test_without_checkpointing_the_estimate_is_near(tmp_path, kind, given):
     memory, run = start(tmp_path, kind=kind, **given)
     assert memory.activations == pytest.approx(kept(run), rel=0.3)
+
+
+def test_adapted_experts_keep_a_changed_copy_of_their_weights(tmp_path):
+    model_folder(tmp_path, "MIXTRAL", hidden_size=128, intermediate_size=256)
+    memory, run = start(tmp_path, kind="MIXTRAL", lora={**LORA, "experts": True})
+    experts = sum(p.numel() * 4 for n, p in run.root.named_parameters() if p.ndim == 3)
+    assert memory.activations == pytest.approx(kept(run), rel=0.3) and experts > 0.3 * memory.activations
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)

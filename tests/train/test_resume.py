@@ -1,9 +1,7 @@
 """A resumed run is the uninterrupted one, bit for bit on a CPU; what cannot be resumed is refused by name."""
 
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -179,12 +177,11 @@ def test_the_best_and_the_newest_stay(tmp_path, limit):  # trial I02
     (tmp_path / "eval.jsonl").write_text(json.dumps(other))
     loaded = recipe(
         tmp_path, rows=[row], data={"eval": str(tmp_path / "eval.jsonl")}, lora={"rank": 8, "alpha": 16},
-        train={"max_steps": 6}, eval={"eval_strategy": "steps", "eval_steps": 1}, checkpoint={"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit},
+        train={"max_steps": 6}, eval={"eval_strategy": "steps", "eval_steps": 1},
+        checkpoint={"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit},
     )  # fmt: skip
     output = train(loaded)
     values = {r["step"]: r["eval_loss"] for r in metrics(output) if "eval_loss" in r}
     best = min(values, key=lambda step: values[step])
     kept = [checkpoint.step_of(p) for p in checkpoint.complete(output / "checkpoints")[0]]
     assert len(values) == 6 and {6, best} <= set(kept) and len(kept) <= limit + 1
-    shutil.rmtree(output)
-    os.sync()

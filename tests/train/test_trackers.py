@@ -1,4 +1,6 @@
-"""Trackers get every metrics row, the recipe without secrets, and are ended; unknown and missing ones are refused before step 1."""
+"""Trackers get every metrics row and are ended; unknown and missing ones are refused before step 1."""
+
+from typing import ClassVar
 
 import pytest
 from accelerate import tracking
@@ -12,7 +14,7 @@ class Memory(tracking.GeneralTracker):
 
     name = "memory"
     requires_logging_directory = False
-    seen: list = []
+    seen: ClassVar[list] = []
 
     def __init__(self, run_name, **kwargs):
         super().__init__()
