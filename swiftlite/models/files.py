@@ -335,4 +335,5 @@ def identity(files: ModelFiles) -> dict[str, Any]:
         header = json.dumps(safetensors_header(path), sort_keys=True) if files.is_safetensors else ""
         weights[path.name] = {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(header.encode()).hexdigest()}
     config = hashlib.sha256((files.folder / "config.json").read_bytes()).hexdigest()
-    return {"base": files.base_id, "revision": files.revision, "commit": files.commit, "config_sha256": config, "weights": weights}
+    names = {"base": files.base_id, "revision": files.revision, "commit": files.commit}
+    return {**names, "config_sha256": config, "weights": weights}

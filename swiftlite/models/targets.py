@@ -44,7 +44,13 @@ def lora_targets(model: PreTrainedModel, lora: LoraSection, family: Family) -> l
     if wanted == ALL_LINEAR:
         taken = reserved(model)
         found = {n for n in names if parts.role(n) == "linear" and n.rpartition(".")[2] not in taken}
-        found -= renamed(model, found)
+        lost = renamed(model, found)
+        if found and lost == found:
+            fault = (
+                f"peft could not load an adapter of {type(model).__name__} again: it looks for {min(lost)} under another name."
+            )
+            raise RecipeError(fault, where="lora", fix="Train without a lora section.")
+        found -= lost
     elif isinstance(wanted, str):
         found = _by_regex(wanted, names, parts)
     else:

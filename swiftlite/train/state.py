@@ -12,7 +12,7 @@ from torch import Tensor
 from swiftlite.dist.checkpoint import State
 from swiftlite.dist.tensors import copy_into, whole
 from swiftlite.recipe.errors import ModelError, RecipeError
-from swiftlite.recipe.schema import Recipe
+from swiftlite.recipe.schema import LoraSection, Recipe
 from swiftlite.recipe.writing import public
 from swiftlite.train.optim import load_state_tensors, state_tensors
 from swiftlite.train.trained import export_facts
@@ -46,6 +46,12 @@ def flat(recipe: Recipe, hashes: Mapping[str, str] | None = None) -> dict[str, A
     return dict(walk("", public(recipe))) | ({"plugins": dict(hashes)} if hashes else {})
 
 
+def default_of(section: str, name: str) -> Any:
+    """The default of a key inside a section, as `flat` shows it."""
+    kind: Any = {**{n: f.annotation for n, f in Recipe.model_fields.items()}, "lora": LoraSection}[section]
+    return kind.model_fields[name].get_default(call_default_factory=True) if name in kind.model_fields else None
+
+
 def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compares the flat recipe of a checkpoint with the one at hand. Returns a note for each layout key that changed.
 
@@ -54,7 +60,10 @@ def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """
     notes = []
     for key in sorted(old.keys() | new.keys()):
-        before, now = old.get(key), new.get(key)
+        # A key that is younger than the checkpoint had its default then.
+        section, _, name = key.partition(".")
+        young = key not in old and name and any(k.startswith(f"{section}.") for k in old)
+        before, now = default_of(section, name) if young else old.get(key), new.get(key)
         if before == now or any(fnmatch(key, p) for p in FREE):
             continue
         if any(fnmatch(key, p) for p in LAYOUT):

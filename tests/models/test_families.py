@@ -438,7 +438,12 @@ def test_every_type_of_transformers_is_served_or_refused_by_name(kind):
     family = family_for(config)
     family.freeze(model)
     section = LoraSection(rank=2)
-    targets = adapters.lora_targets(model, section, family)
+    try:
+        targets = adapters.lora_targets(model, section, family)
+    except RecipeError as error:
+        if "under another name" not in error.what:
+            raise
+        return
     adapters.inject(model, adapters.peft_config(model, section, targets, "base"), targets)
     assert adapters.coverage(model, family).adapted == len(targets)
     for device in ("cpu", "cuda"):

@@ -129,6 +129,10 @@ def test_every_key_is_free_layout_or_fixed(tmp_path):
     flat = states.flat(recipe(tmp_path, lora=LORA).recipe)
     assert states.check_resumable(flat, flat | {"log.logging_steps": 7, "train.num_train_epochs": 9, "output": "elsewhere"}) == []
     assert len(states.check_resumable(flat, flat | {"train.per_device_train_batch_size": 4, "strategy.name": "fsdp"})) == 2
+    older = {k: v for k, v in flat.items() if k not in ("train.label_smoothing_factor", "lora.experts")}
+    assert states.check_resumable(older, flat) == []  # a key that did not exist yet had its default
+    with pytest.raises(RecipeError, match="label_smoothing_factor"):
+        states.check_resumable(older, flat | {"train.label_smoothing_factor": 0.1})
     for key in ("train.learning_rate", "lora.rank", "seed", "data.max_length", "train.global_batch_size"):
         with pytest.raises(RecipeError) as error:
             states.check_resumable(flat, flat | {key: 12345})
