@@ -189,3 +189,10 @@ def test_the_best_and_the_newest_stay(tmp_path, limit):  # trial I02
     best = min(values, key=lambda step: values[step])
     kept = [checkpoint.step_of(p) for p in checkpoint.complete(output / "checkpoints")[0]]
     assert len(values) == 6 and {6, best} <= set(kept) and len(kept) <= limit + 1
+
+
+@pytest.mark.parametrize(("strategy", "minutes", "saves"), [("epoch", 1e-9, 4), ("epoch", 0, 1), ("no", 1e-9, 0)])
+def test_a_checkpoint_is_due_when_time_has_passed(tmp_path, strategy, minutes, saves):
+    limits = {"save_strategy": strategy, "save_minutes": minutes, "save_total_limit": None}
+    output = train(recipe(tmp_path, rows=token_rows([6] * 4), lora=LORA, checkpoint=limits))
+    assert len(checkpoint.complete(output / "checkpoints")[0]) == saves
