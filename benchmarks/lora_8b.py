@@ -30,7 +30,8 @@ def main(model: Path, extra: list[str]) -> None:
         for _ in range(64):
             f.write(json.dumps({"input_ids": [draw.randrange(5, 128000) for _ in range(4096)]}) + "\n")
     keys = [
-        f"model={model}", f"data.train={rows}", "data.eval=[]", "data.eval_split=0", "eval.eval_strategy=no",
+        f"model={model}", f"data.train={rows}", "data.eval=[]", "data.eval_split=0", "data.packing=false",
+        "eval.eval_strategy=no",
         "eval.eval_steps=null", "data.format=tokens",
         "train.global_batch_size=4", "train.per_device_train_batch_size=4",
         "log.logging_steps=1", "checkpoint.save_strategy=steps", "checkpoint.save_steps=8", f"output={output}", *extra,

@@ -1,56 +1,23 @@
 """Row formats: what the columns of a row mean. One `Format` a line of the FORMATS table; found by columns, never guessed."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from swiftlite.data.messages import RowError as RowError
+from swiftlite.data.messages import read_messages, read_tools, text, type_name
 from swiftlite.data.read import Row
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import DataError, RecipeError, nearest
 
-ROLES = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-TYPES: dict[type, str] = {
-    str: "text",
-    int: "a number",
-    float: "a number",
-    bool: "true/false",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Flags that say which messages to train. Read as plain rows they would be ignored without a word.
-TRAIN_FLAGS = ("loss", "loss_weight", "train", "weight")
-
-
-class RowError(Exception):
-    """One row cannot be used.
-
-    Args:
-        kind: what is wrong with rows of this kind, in a few words; rows are counted under it.
-        detail: what is wrong with this row.
-    """
-
-    def __init__(self, kind: str, detail: str) -> None:
-        self.kind, self.detail = kind, detail
-        super().__init__(f"{kind}: {detail}")
 
 
 @dataclass(frozen=True)
 class Conversation:
     """A row in one shape for all formats; `kind` says which fields hold it.
 
+    `spans` are the trained characters [start, end) of a text whose row names them; None: all of it.
     `completion_from` is the index of the first message that is not prompt, in prompt/completion rows made of messages.
     """
 
@@ -62,6 +29,7 @@ class Conversation:
     prompt: str = ""
     completion: str = ""
     text: str = ""
+    spans: list[tuple[int, int]] | None = None
     input_ids: list[int] = field(default_factory=list)
     labels: list[int] | None = None
 
@@ -137,7 +105,7 @@ def conversation(row: Row, fmt: Format, columns: Mapping[str, str], system: str 
             what = f"a system prompt needs chat rows, these are {fmt.name}."
             raise DataError(what, where=row.source, fix="Remove `system` from the source.")
         return Conversation(row.source, **fields)
-    own = _text(value.get("system"), "system")
+    own = text(value.get("system"), "system")
     messages = fields["messages"]
     has_system = bool(messages) and messages[0]["role"] == "system"
     if own and has_system:
@@ -146,97 +114,7 @@ def conversation(row: Row, fmt: Format, columns: Mapping[str, str], system: str 
         fields["messages"] = [{"role": "system", "content": own or system}, *messages]
         if fields.get("completion_from") is not None:
             fields["completion_from"] += 1
-    return Conversation(row.source, tools=_tools(value.get("tools")), **fields)
-
-
-def read_messages(value: Any, column: str = "messages") -> list[dict[str, Any]]:
-    """Messages with our role names, text contents and parsed tool arguments; every other key as it stands in the row.
-
-    Raises:
-        RowError: not a list of messages, an unknown role, a part that is not text.
-    """
-    if not isinstance(value, list):
-        raise RowError("not messages", f"column '{column}' is {_type(value)}, not a list of messages")
-    if not value:
-        raise RowError("no messages", f"column '{column}' is an empty list")
-    return [_message(item, number) for number, item in enumerate(value, 1)]
-
-
-def _message(item: Any, number: int) -> dict[str, Any]:
-    where = f"message {number}"
-    if not isinstance(item, dict):
-        raise RowError("not messages", f"{where} is {_type(item)}, not an object")
-    role = item.get("role") or item.get("from")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RowError("unknown role", f"{role!r} in {where}; known are {', '.join(ROLES)}")
-    for flag in TRAIN_FLAGS:
-        if item.get(flag) not in (None, 1, True):
-            raise RowError("message flag", f"'{flag}': {item[flag]!r} in {where} cannot be honoured; use data.train_on")
-    content = _text(item.get("content", item.get("value")), f"content of {where}")
-    rest = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value") and value is not None}
-    calls = rest.pop("tool_calls", None)
-    if calls:
-        rest["tool_calls"] = _tool_calls(calls, where)
-    return {"role": ROLES[role], "content": content, **rest}
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Templates write arguments as JSON; an argument string would be encoded twice, so it becomes the object it spells."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RowError("tool calls", f"tool_calls of {where} is not a list of objects")
-
-    def parsed(holder: dict[str, Any]) -> dict[str, Any]:
-        arguments = holder.get("arguments")
-        if not isinstance(arguments, str):
-            return holder
-        try:
-            value = json.loads(arguments)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise RowError("tool calls", f"arguments of a tool call in {where} are not a JSON object: {arguments[:60]!r}")
-        return {**holder, "arguments": value}
-
-    return [parsed(c) if not isinstance(c.get("function"), dict) else {**c, "function": parsed(c["function"])} for c in calls]
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError("tools", f"column 'tools' is text that is not JSON: {error}") from None
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError("tools", "column 'tools' is not a list of JSON schemas")
-    return value
-
-
-def _text(value: Any, what: str) -> str:
-    """Text as it stands; null is empty, a whole number its digits, text parts are joined. Other types have no one spelling."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, list):
-        return "".join(_part(part, what) for part in value)
-    raise RowError("not text", f"{what} is {_type(value)} ({str(value)[:40]}), not text; put it in quotes")
-
-
-def _part(part: Any, what: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else _type(part)
-    raise RowError("not text", f"{what} has a part of type {kind!r}; only text parts can be used, no images, video or audio")
-
-
-def _type(value: Any) -> str:
-    return TYPES.get(type(value), type(value).__name__)
+    return Conversation(row.source, tools=read_tools(value.get("tools")), **fields)
 
 
 def _parse_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,13 +127,21 @@ def _parse_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     """The user turn is the instruction and, on the next line, the input; `history` holds earlier [question, answer] pairs."""
+    asked = [text(row["instruction"], "instruction"), text(row.get("input"), "input")]
+    return _with_history(row, "\n".join(part for part in asked if part), text(row["output"], "output"))
+
+
+def _parse_query_response(row: Mapping[str, Any]) -> dict[str, Any]:
+    return _with_history(row, text(row["query"], "query"), text(row["response"], "response"))
+
+
+def _with_history(row: Mapping[str, Any], question: str, answer: str) -> dict[str, Any]:
     turns: list[tuple[str, str]] = []
     for pair in row.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError("history", f"an entry of column 'history' is not a [question, answer] pair: {str(pair)[:60]}")
-        turns.append((_text(pair[0], "history"), _text(pair[1], "history")))
-    asked = [_text(row["instruction"], "instruction"), _text(row.get("input"), "input")]
-    turns.append(("\n".join(part for part in asked if part), _text(row["output"], "output")))
+        turns.append((text(pair[0], "history"), text(pair[1], "history")))
+    turns.append((question, answer))
     roles = ("user", "assistant")
     return {"kind": "chat", "messages": [{"role": r, "content": c} for turn in turns for r, c in zip(roles, turn, strict=True)]}
 
@@ -267,13 +153,29 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> dict[str, Any]:
         messages = read_messages(prompt, "prompt")
         return {"kind": "chat", "messages": messages + read_messages(completion, "completion"), "completion_from": len(messages)}
     if any(lists):
-        detail = f"prompt is {_type(prompt)}, completion is {_type(completion)}; both must be text or both messages"
+        detail = f"prompt is {type_name(prompt)}, completion is {type_name(completion)}; both must be text or both messages"
         raise RowError("mixed prompt", detail)
-    return {"kind": "completion", "prompt": _text(prompt, "prompt"), "completion": _text(completion, "completion")}
+    return {"kind": "completion", "prompt": text(prompt, "prompt"), "completion": text(completion, "completion")}
 
 
 def _parse_text(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kind": "text", "text": _text(row["text"], "text")}
+    return {"kind": "text", "text": text(row["text"], "text")}
+
+
+def _parse_segments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Text in pieces, of which those with label true are trained; the row itself writes what separates and ends them."""
+    segments = row["segments"]
+    if not isinstance(segments, list) or not segments:
+        raise RowError("segments", f"column 'segments' is {type_name(segments)}, not a list of {{text, label}} objects")
+    whole, spans = "", []
+    for number, segment in enumerate(segments, 1):
+        if not isinstance(segment, dict) or type(segment.get("label")) is not bool or "text" not in segment:
+            raise RowError("segments", f"segment {number} is not {{text, label: true or false}}: {str(segment)[:60]}")
+        piece = text(segment["text"], f"text of segment {number}")
+        if segment["label"]:
+            spans.append((len(whole), len(whole) + len(piece)))
+        whole += piece
+    return {"kind": "text", "text": whole, "spans": spans}
 
 
 def _parse_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,5 +194,7 @@ MESSAGES = Format("messages", ("messages",), CHAT, _parse_messages)
 SHAREGPT = Format("sharegpt", ("conversations",), CHAT, _parse_sharegpt)
 ALPACA = Format("alpaca", ("instruction", "output"), ("input", "history", *CHAT), _parse_alpaca)
 PROMPT_COMPLETION = Format("prompt_completion", ("prompt", "completion"), CHAT, _parse_prompt_completion)
+QUERY_RESPONSE = Format("query_response", ("query", "response"), ("history", *CHAT), _parse_query_response)
+SEGMENTS = Format("segments", ("segments",), (), _parse_segments)
 TEXT = Format("text", ("text",), (), _parse_text)
 TOKENS = Format("tokens", ("input_ids",), ("labels",), _parse_tokens)

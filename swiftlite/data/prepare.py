@@ -6,16 +6,15 @@ from typing import Any
 
 from swiftlite.data.formats import Format, RowError, conversation, pick_format
 from swiftlite.data.order import draw
+from swiftlite.data.overlong import NO_TOKENS, TOO_LONG, fit
 from swiftlite.data.read import BadRow, Row, read_rows
 from swiftlite.data.render import Renderer, Sample
-from swiftlite.data.report import Report, Tally
+from swiftlite.data.report import Report
 from swiftlite.recipe.errors import DataError, RecipeError
 from swiftlite.recipe.schema import DataSection, DataSource
 
 # Reading goes on to here after the first bad row, so that the user learns of all mistakes of a file at once, and soon.
 BAD_ROWS_SHOWN = 20
-NO_TOKENS = "no trainable tokens"
-TOO_LONG = "too long"
 
 BadOne = tuple[Row | BadRow, RowError]
 
@@ -56,26 +55,28 @@ def prepare(
     numbers: list[int] = []
     first_bad: list[BadOne] = []
     for outcome in (o for source in sources for o in _rows(source, data, renderer, report, seed)):
-        if isinstance(outcome, Sample):
-            samples.append(outcome)
-            numbers.append(report.total("read"))
+        if isinstance(outcome, list):
+            samples += outcome
+            numbers += [report.total("read")] * len(outcome)
             continue
         report.bad += 1
         first_bad += [outcome] if len(first_bad) < BAD_ROWS_SHOWN else []
         if (data.on_bad_rows == "error" and report.bad == BAD_ROWS_SHOWN) or outcome[1].kind == TOO_LONG:
             break
-    account = report.as_dict(renderer.notes)
+    account = report.as_dict(renderer.notes, lambda n: samples[n].source)
     _refuse_bad(first_bad, report.bad, data, account)
     if not samples:
         raise _nothing_left(sources, account)
-    back = set(_held_back(numbers, eval_split, seed))
+    back = _held_back(numbers, eval_split, seed)
     account["held_back"] = len(back)
-    kept = [s for i, s in enumerate(samples) if i not in back]
-    return Prepared(kept, account, [samples[i] for i in sorted(back)])
+    kept = [s for s, number in zip(samples, numbers, strict=True) if number not in back]
+    return Prepared(kept, account, [s for s, number in zip(samples, numbers, strict=True) if number in back])
 
 
-def _rows(source: DataSource, data: DataSection, renderer: Renderer, report: Report, seed: int) -> Iterator[Sample | BadOne]:
-    """Kept samples and bad rows of one source; rows that are dropped by rule are counted on the way."""
+def _rows(
+    source: DataSource, data: DataSection, renderer: Renderer, report: Report, seed: int
+) -> Iterator[list[Sample] | BadOne]:
+    """Samples of each kept row and bad rows of one source; rows that are dropped by rule are counted on the way."""
     tally = report.source(source.name or source.path)
     columns = data.columns if source.columns is None else source.columns
     fmt: Format | None = None
@@ -87,34 +88,22 @@ def _rows(source: DataSource, data: DataSection, renderer: Renderer, report: Rep
             if fmt is None:
                 fmt = pick_format(source.format or data.format, row.value, columns, source.path)
                 tally.format = fmt.name
-            sample = _fit(renderer.sample(conversation(row, fmt, columns, source.system)), row, data, report, tally)
+            conv = conversation(row, fmt, columns, source.system)
+            whole = renderer.samples(conv)
+            fitted = fit(conv, whole, renderer, data.overlong, report.max_length)
         except RowError as error:
             report.drop(row.source, error.kind, error.detail, row.excerpt)
             yield row, error
             continue
-        if sample is not None:
-            report.keep(tally, sample)
-            yield sample
-
-
-def _fit(sample: Sample, row: Row, data: DataSection, report: Report, tally: Tally) -> Sample | None:
-    """The sample within max_length, or None when it is dropped."""
-    length, limit, trained = len(sample.input_ids), report.max_length, sample.trained
-    if length > limit:
-        if data.overlong == "error":
-            raise RowError(TOO_LONG, f"{length} tokens, data.max_length is {limit}; data.overlong: drop or truncate goes on")
-        if data.overlong == "drop":
-            report.drop(sample.source, f"longer than max length {limit}", f"{length} tokens", row.excerpt)
-            return None
-        sample = Sample(sample.input_ids[:limit], sample.labels[:limit], sample.source)
-        if sample.trained:
+        if not fitted.samples:
+            report.drop(row.source, fitted.kind, fitted.detail, row.excerpt)
+            continue
+        if fitted.cut:
             tally.cut += 1
-            report.note_row(sample.source, f"cut: {length} tokens to max length {limit}", row.excerpt)
-    if sample.trained:
-        return sample
-    kind = f"{NO_TOKENS} left within max length {limit}" if trained else NO_TOKENS
-    report.drop(sample.source, kind, f"{length} tokens" if trained else "no answer to train on", row.excerpt)
-    return None
+            report.note_row(row.source, "cut", fitted.cut, row.excerpt)
+        report.keep(tally, fitted.samples)
+        report.findings.look(row, conv, whole, renderer)
+        yield fitted.samples
 
 
 def _refuse_bad(first: list[BadOne], count: int, data: DataSection, account: dict[str, Any]) -> None:
@@ -141,17 +130,21 @@ def _nothing_left(sources: Sequence[DataSource], account: dict[str, Any]) -> Dat
         return DataRefused("there are no rows.", account, where=where)
     reasons = ", ".join(f"{count} {kind}" for kind, count in account["dropped"].items())
     fix = "Raise data.max_length." if "max length" in reasons else "See data.train_on, and whether rows have an answer."
-    return DataRefused(f"{NO_TOKENS}: all {account['read']} rows were dropped ({reasons}).", account, where=where, fix=fix)
+    first = account["rows"][0]
+    what = f"{NO_TOKENS}: all {account['read']} rows were dropped ({reasons}); the first, "
+    what += f"{first['source']}: {first['reason']}. Text: {first['text']}"
+    return DataRefused(what, account, where=where, fix=fix)
 
 
-def _held_back(numbers: list[int], eval_split: float, seed: int) -> list[int]:
-    """Positions to hold back of samples whose rows have these numbers: drawn by row, so that a shorter max_length moves none."""
+def _held_back(numbers: list[int], eval_split: float, seed: int) -> set[int]:
+    """The row numbers to hold back, whole rows and drawn by number, so that a shorter max_length moves none."""
+    rows = sorted(set(numbers))
     if not eval_split:
-        return []
+        return set()
     if eval_split >= 1 and eval_split != int(eval_split):
         raise RecipeError(f"{eval_split} is neither a whole number of rows nor a share below 1.", where="data.eval_split")
-    count = int(eval_split) if eval_split >= 1 else max(1, round(eval_split * len(numbers)))
-    if count >= len(numbers):
-        what = f"{eval_split} would hold back {count} of {len(numbers)} rows."
+    count = int(eval_split) if eval_split >= 1 else max(1, round(eval_split * len(rows)))
+    if count >= len(rows):
+        what = f"{eval_split} would hold back {count} of {len(rows)} rows."
         raise RecipeError(what, where="data.eval_split", fix="Lower it.")
-    return sorted(range(len(numbers)), key=lambda i: draw(seed, numbers[i]))[:count]
+    return set(sorted(rows, key=lambda number: draw(seed, number))[:count])

@@ -7,20 +7,26 @@ and every tool call would gain the other calls' keys.
 import csv
 import glob
 import gzip
+import io
 import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+from swiftlite.data.address import spelled_out
 from swiftlite.data.order import chosen
 from swiftlite.recipe.errors import DataError, nearest
 from swiftlite.recipe.schema import DataSource
 
 EXCERPT = 100
+# Bytes of one line: more text than any model's context holds. A file without line ends must not be read into memory whole.
+MAX_LINE = 32 * 2**20
 HUB_TIMEOUT_S = 10
 BOM = b"\xef\xbb\xbf"
 CONVERT = "Convert it to UTF-8, as with `iconv -f OLD_ENCODING -t UTF-8`."
@@ -78,6 +84,7 @@ def read_rows(source: DataSource, seed: int = 0) -> Rows:
     Raises:
         DataError: no such path or hub dataset, an unreadable file, or fewer rows than `sample` asks for.
     """
+    source = spelled_out(source)
     rows = _all_rows(source)
     if source.sample is None:
         yield from rows
@@ -95,7 +102,7 @@ def find_files(path: str) -> list[Path]:
     Raises:
         DataError: the path looks local and nothing readable is there.
     """
-    here, readable = Path(path).expanduser(), f"Readable: {', '.join(READERS)}; text also as .gz."
+    here, readable = Path(path).expanduser(), f"Readable: {', '.join(READERS)}; text also as .gz or .zst."
     if here.is_file():
         if _reader(here) is None:
             raise DataError(f"cannot read files of type '{here.suffix}'.", where=path, fix=readable)
@@ -134,12 +141,16 @@ def _all_rows(source: DataSource) -> Rows:
 
 def _reader(file: Path) -> Callable[[Path], Rows] | None:
     suffixes = [s.lower() for s in file.suffixes]
-    if suffixes[-1:] == [".gz"] and ".parquet" not in suffixes:
+    if suffixes[-1:] in ([".gz"], [".zst"]) and ".parquet" not in suffixes:
         suffixes.pop()
     return READERS.get(suffixes[-1]) if suffixes else None
 
 
 def _open(file: Path) -> IO[bytes]:
+    if file.suffix.lower() == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
     return cast(IO[bytes], gzip.open(file, "rb")) if file.suffix.lower() == ".gz" else open(file, "rb")
 
 
@@ -151,12 +162,62 @@ def _decode(raw: bytes, file: Path, line: int) -> str | BadRow:
         return BadRow(str(file), line, "not utf-8", reason, shorten(raw.decode("utf-8", "replace").strip()))
 
 
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes, bool]]:
+    """Numbered lines, and whether each was read whole: one of more than MAX_LINE bytes is cut there and the rest passed over."""
+    number = 0
+    while raw := stream.readline(MAX_LINE + 1):
+        number += 1
+        whole = len(raw) <= MAX_LINE
+        rest = raw
+        while not whole and rest and not rest.endswith(b"\n"):
+            rest = stream.readline(2**20)
+        yield number, raw, whole
+
+
+def _too_long(raw: bytes, file: Path, line: int) -> BadRow:
+    reason = f"over {MAX_LINE // 2**20} MiB without a line end, the most that a row may have; are the rows one a line?"
+    return BadRow(str(file), line, "line too long", reason, shorten(raw[: 2 * EXCERPT].decode("utf-8", "replace")))
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _parse(text: str) -> Any:
-    return json.loads(text, parse_constant=_no_constant)
+class DuplicateKey(ValueError):
+    """An object names a key more than once."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as a dict; JSON leaves open which of two equal keys counts, so neither is taken."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (name, count) = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise DuplicateKey(f"the key '{shorten(name)}' comes {count} times in one object; keep one")
+    return value
+
+
+def _parse(text: str, hook: Callable[[list[tuple[str, Any]]], Any] = _unique) -> Any:
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=hook)
+
+
+class _Twice(str):
+    """Why an object was not taken, in its place, until it is known which row that is."""
+
+
+def _mark(found: list[_Twice], pairs: list[tuple[str, Any]]) -> Any:
+    try:
+        return _unique(pairs)
+    except DuplicateKey as error:
+        found.append(_Twice(error))
+        return found[-1]
+
+
+def _twice(value: Any) -> _Twice | None:
+    """The first mark in `value`."""
+    if isinstance(value, _Twice):
+        return value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_twice, inside)), None)
 
 
 def _row(value: Any, file: Path, number: int, unit: str, excerpt: str) -> Row | BadRow:
@@ -168,8 +229,8 @@ def _row(value: Any, file: Path, number: int, unit: str, excerpt: str) -> Row | 
 
 def _jsonl(file: Path) -> Rows:
     with _open(file) as lines:
-        for number, raw in enumerate(lines, 1):
-            text = _decode(raw, file, number)
+        for number, raw, whole in _lines(lines):
+            text = _decode(raw, file, number) if whole else _too_long(raw, file, number)
             if isinstance(text, BadRow):
                 yield text
             elif text.strip():
@@ -180,15 +241,17 @@ def _jsonl(file: Path) -> Rows:
                         str(file), number, "not JSON", f"{error.msg} at character {error.pos + 1}", shorten(text.strip())
                     )
                 except (ValueError, RecursionError) as error:
-                    yield BadRow(str(file), number, "not JSON", str(error), shorten(text.strip()))
+                    kind = "duplicate key" if isinstance(error, DuplicateKey) else "not JSON"
+                    yield BadRow(str(file), number, kind, str(error), shorten(text.strip()))
 
 
 def _json(file: Path) -> Rows:
     """A list of rows, {"data": [rows]}, or one row; JSON lines under the wrong name are read as such."""
+    marks: list[_Twice] = []
     with _open(file) as stream:
         raw = stream.read()
     try:
-        value = _parse(raw.removeprefix(BOM).decode("utf-8"))
+        value = _parse(raw.removeprefix(BOM).decode("utf-8"), partial(_mark, marks))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         what = f"line {line} holds byte 0x{raw[error.start]:02x}, which is not utf-8."
@@ -204,20 +267,23 @@ def _json(file: Path) -> Rows:
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     for number, item in enumerate(value if isinstance(value, list) else [value], 1):
-        yield _row(item, file, number, "row", shorten(str(item)))
+        if marks and (reason := _twice(item)):
+            yield BadRow(str(file), number, "duplicate key", reason, shorten(str(item)), "row")
+        else:
+            yield _row(item, file, number, "row", shorten(str(item)))
 
 
 def _csv(file: Path) -> Rows:
     """Every value is text, an empty one too; a row stands at its first line."""
 
     def lines(stream: IO[bytes]) -> Iterator[str]:
-        for number, raw in enumerate(stream, 1):
-            text = _decode(raw, file, number)
+        for number, raw, whole in _lines(stream):
+            text = _decode(raw, file, number) if whole else _too_long(raw, file, number)
             if isinstance(text, BadRow):
                 raise DataError(f"line {number}: {text.reason}", where=text.source)
             yield text
 
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_LINE)
     with _open(file) as stream:
         table = csv.reader(lines(stream), delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
         try:
@@ -266,7 +332,7 @@ def _hub(source: DataSource) -> Rows:
 
     # `datasets` retries an unreachable hub for half a minute; this one question is answered in seconds.
     try:
-        huggingface_hub.HfApi().dataset_info(source.path, timeout=HUB_TIMEOUT_S)
+        huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, timeout=HUB_TIMEOUT_S)
     except GatedRepoError as error:
         fix = "Ask for access on its page, then `hf auth login`."
         raise DataError("is a gated dataset and you have no access.", where=source.path, fix=fix) from error
@@ -279,7 +345,7 @@ def _hub(source: DataSource) -> Rows:
             what = f"is not a path here, and the hub cannot be reached ({type(error).__name__})."
             raise DataError(what, where=source.path, fix="Give a local file, or go online once so that it is cached.") from error
     try:
-        table = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+        table = datasets.load_dataset(source.path, name=source.subset, split=source.split, revision=source.revision)
     except (ValueError, OSError, RuntimeError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
         what = f"cannot be loaded: {shorten(str(error))}"
         raise DataError(what, where=source.path, fix="See `subset` and `split` of the source.") from error

@@ -1,17 +1,21 @@
 """From a conversation to ids and labels: the one place of masks, used by train, eval, check, chat and export alike."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.data.formats import Conversation, RowError, read_messages
-from swiftlite.data.template import CHATML_LITE, Message, Span, Template
+from swiftlite.data.control import ALLOW, ControlTokens
+from swiftlite.data.formats import Conversation, RowError
+from swiftlite.data.messages import read_messages
+from swiftlite.data.template import CHATML_LITE, AlteredError, Message, Span, Template, trainable
 from swiftlite.recipe.errors import DataError, ModelError
 
 IGNORE = -100
 TrainOn = Literal["assistant", "last", "all", "completion"]
+Mismatch = Literal["split", "last", "error"]
 
 
 @dataclass(slots=True)
@@ -34,10 +38,13 @@ class Renderer:
     """Renders rows with one tokenizer and its chat template.
 
     Chat rows get the ids of `apply_chat_template`, tokenised once. Text and prompt/completion text get the tokenizer's bos
-    once, if it adds one, and its eos at the end, which is trained.
+    once, if it adds one, and its eos at the end, which is trained; rows of segments end as they write it.
 
     Args:
         chat_template: replaces the tokenizer's template.
+        allow_control_tokens: control tokens spelled in messages become such; else only those that the template writes are.
+        free_tokens: special tokens that messages may spell all the same, as those of model.add_tokens.
+        history_mismatch: what becomes of rows whose earlier turns the template alters, see `samples`.
         vocab_size: ids that the model has, for rows made of ids; default the tokenizer's.
 
     Raises:
@@ -52,6 +59,9 @@ class Renderer:
         train_on: TrainOn = "assistant",
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        history_mismatch: Mismatch = "split",
+        allow_control_tokens: bool = False,
+        free_tokens: Sequence[str] = (),
         vocab_size: int | None = None,
     ) -> None:
         if not tokenizer.is_fast:
@@ -60,9 +70,12 @@ class Renderer:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.template_kwargs = dict(template_kwargs or {})
+        self.history_mismatch = history_mismatch
         self.notes: list[str] = []
         self.vocab_size = vocab_size or len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
+        self._control = None if allow_control_tokens else ControlTokens(tokenizer, free_tokens)
+        self._neutralised = False
         self.bos: list[int] = self._added_in_front()
         self._chat_template = chat_template
         self._templates: dict[str, Template] = {}
@@ -76,13 +89,47 @@ class Renderer:
     def stop_ids(self) -> set[int]:
         """End-of-turn tokens that were proven so far, and eos."""
         tokens = {token for template in self._templates.values() for token in template.stop_tokens}
-        ids = {self.tokenizer.added_tokens_encoder[token] for token in tokens}
+        ids = {cast(int, self.tokenizer.convert_tokens_to_ids(token)) for token in tokens}
         return ids | ({self.eos} if self.eos is not None else set())
 
-    def sample(self, conv: Conversation) -> Sample:
-        """Ids and labels of one row.
+    def samples(self, conv: Conversation) -> list[Sample]:
+        """What is trained of one row: itself, but where the template alters earlier turns (as by leaving out their reasoning)
+        one sample for the trained turns behind each question (split) or for the last turn (last), as inference sees them then.
 
         Raises:
+            RowError, DataError: as `sample`; with history_mismatch error also for altered rows.
+        """
+        try:
+            return [self.sample(conv)]
+        except AlteredError:
+            if self.history_mismatch == "error":
+                raise
+        turns = [i for i in trainable(conv.messages) if i >= self._first(conv)]
+        if self.history_mismatch == "last":
+            samples = self._up_to(conv, turns[-1:])
+            done = "has only its last answer trained"
+        else:
+            parts = groupby(turns, key=lambda i: sum(m["role"] == "user" for m in conv.messages[:i]))
+            samples = [sample for _, part in parts for sample in self._up_to(conv, list(part))]
+            done = "becomes one row for each of its answers"
+        note = f"the chat template alters earlier turns when later ones follow: a row where it does {done}"
+        self._say(f"{note} (data.history_mismatch: {self.history_mismatch})")
+        return samples
+
+    def _up_to(self, conv: Conversation, turns: list[int]) -> list[Sample]:
+        """The conversation up to these turns, which answer one question: together, or one by one where they alter each other."""
+        try:
+            return [self.sample(replace(conv, messages=conv.messages[: turns[-1] + 1], completion_from=turns[0]))]
+        except AlteredError:
+            if len(turns) == 1:
+                raise
+        return [sample for turn in turns for sample in self._up_to(conv, [turn])]
+
+    def sample(self, conv: Conversation) -> Sample:
+        """Ids and labels of one row as a whole.
+
+        Raises:
+            AlteredError: the template alters a trained turn when later ones follow.
             RowError: the row cannot be rendered, or what is trained cannot be proven.
             DataError: `train_on` means nothing for rows of this kind.
         """
@@ -98,30 +145,48 @@ class Renderer:
         """Ids to generate from: the template with its generation prompt, or plain text behind the tokenizer's bos."""
         if isinstance(messages, str):
             return self._with_bos(self._encode(messages)[0])
-        text = self._template_for(tools).render(read_messages(list(messages)), tools, prompt=True)
-        return self._encode(text)[0]
+        messages, template = read_messages(list(messages)), self._template_for(tools)
+        if self._control is None or not self._control.first([messages, tools]):
+            return self._encode(template.render(messages, tools, prompt=True))[0]
+        hidden = template.render(*self._hidden(template, messages, tools), prompt=True)
+        return self._encode_hidden(hidden, template.render(messages, tools, prompt=True))[0]
 
     def _chat(self, conv: Conversation) -> tuple[list[int], list[int]]:
+        messages, tools, template = conv.messages, conv.tools, self._template_for(conv.tools)
+        if self.train_on == "all" and not all(m.get("train", True) for m in messages):
+            raise RowError("message flag", "a message is not to be trained, but data.train_on is all")
+        spelled = self._control.first([messages, tools]) if self._control else None
+        if spelled:
+            messages, tools = self._hidden(template, messages, tools)
+        text, spans = template.turns(messages, tools, self._first(conv))
+        if spelled:
+            original = template.render(conv.messages, conv.tools)
+            ids, offsets = self._encode_hidden(text, original)
+            text = original
+            self._say_neutralised(spelled, conv.source)
+        else:
+            ids, offsets = self._encode(text)
+        if self.train_on == "all":
+            spans = [(0, len(text))]
+        return ids, label_spans(text, ids, offsets, spans)
+
+    def _first(self, conv: Conversation) -> int:
+        """The first message whose turns have to be proven."""
         turns = [i for i, message in enumerate(conv.messages) if message["role"] == "assistant"]
         first = conv.completion_from or 0
         if self.train_on == "last" and turns:
-            first = max(first, turns[-1])
-        elif self.train_on == "all":
-            first = len(conv.messages)  # nothing to prove: every token is trained
-        text, spans = self._template_for(conv.tools).turns(conv.messages, conv.tools, first)
-        if self.train_on == "all":
-            spans = [(0, len(text))]
-        ids, offsets = self._encode(text)
-        return ids, label_spans(text, ids, offsets, spans)
+            return max(first, turns[-1])
+        return len(conv.messages) if self.train_on == "all" else first  # all: every token is trained
 
     def _text(self, conv: Conversation) -> tuple[list[int], list[int]]:
         text = conv.text if conv.kind == "text" else conv.prompt + conv.completion
         ids, offsets = self._encode(text)
         whole = conv.kind == "text" or self.train_on == "all"
-        labels = label_spans(text, ids, offsets, [(0 if whole else len(conv.prompt), len(text))])
+        spans = [(0 if whole else len(conv.prompt), len(text))] if conv.spans is None or self.train_on == "all" else conv.spans
+        labels = label_spans(text, ids, offsets, spans)
         bos = len(self._with_bos(ids)) - len(ids)
         ids, labels = self._with_bos(ids), [IGNORE] * bos + labels
-        if self.eos is not None and text and ids[-1:] != [self.eos]:
+        if self.eos is not None and text and conv.spans is None and ids[-1:] != [self.eos]:
             ids, labels = [*ids, self.eos], [*labels, self.eos]
         return ids, labels
 
@@ -142,6 +207,29 @@ class Renderer:
         except (UnicodeEncodeError, TypeError) as error:
             raise RowError("not text", "it holds half of a character, a lone surrogate like \\ud800") from error
         return out["input_ids"], out["offset_mapping"]
+
+    def _hidden(self, template: Template, messages: list[Message], tools: Any) -> tuple[list[Message], Any]:
+        """Messages and tools with stand-ins for spelled control tokens. What the template takes out of answers it is to find."""
+        assert self._control is not None
+        hide = self._control.hide
+        parts = [hide(m, template.parsed if m["role"] == "assistant" else frozenset()) for m in messages]
+        return parts, hide(tools)
+
+    def _encode_hidden(self, hidden: str, original: str) -> tuple[list[int], list[Span]]:
+        assert self._control is not None
+        if self._control.unhide(hidden) != original:
+            raise RowError("control tokens", f"the chat template does more than write them where a text spells them; {ALLOW}")
+        try:
+            return self._control.encode(hidden)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RowError("not text", "it holds half of a character, a lone surrogate like \\ud800") from error
+
+    def _say_neutralised(self, token: str, source: str) -> None:
+        if not self._neutralised:
+            self._neutralised = True
+            self._say(
+                f"texts spell control tokens, as {token} at {source}: encoded as plain text (data.allow_control_tokens: false)"
+            )
 
     def _added_in_front(self) -> list[int]:
         plain, full = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
@@ -166,10 +254,15 @@ class Renderer:
         self.notes.append("the model has no chat template: swiftlite's own 'chatml-lite' is used and exported with the model")
         return ("{{ bos_token }}" if self.bos and self.bos == [self.tokenizer.bos_token_id] else "") + CHATML_LITE
 
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
     def _note(self, template: Template) -> None:
         shape, bos = template.shape, self.tokenizer.bos_token
         if shape.closing is None and not shape.ending_closes:
-            self.notes.append("the chat template writes no control token behind an answer: the model is not taught where to stop")
+            what = "the model is taught where to stop by the next role's token, if that is one, and not by a last answer"
+            self.notes.append(f"the chat template writes no control token behind an answer: {what}")
         if shape.header.strip():
             self.notes.append(f"the chat template writes {shape.header!r} before answers, not in its generation prompt: trained")
         if self.bos and bos and "bos_token" not in template.text and bos not in template.text:

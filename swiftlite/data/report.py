@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.data.findings import Findings
 from swiftlite.data.render import IGNORE, Sample
 
 LISTED_ROWS = 1000
@@ -17,17 +18,38 @@ SHOWN_ROWS = 10
 SHOWN_CHARACTERS = 400
 
 
+def share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
+
+
 @dataclass
 class Tally:
-    """Counts of one source. Tokens are those of kept rows, after any cut."""
+    """Counts of one source. Tokens are those of kept rows, after any cut. `split` rows gave several samples, rows to train on.
+
+    `token_histogram` counts samples by length, under the power of two that it does not exceed: "64" has those of 33 to 64 tokens.
+    """
 
     format: str = ""
     read: int = 0
     kept: int = 0
     cut: int = 0
+    split: int = 0
+    samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
+    trained_share: float = 0.0
+    token_histogram: dict[str, int] = field(default_factory=dict)
+
+    def keep(self, sample: Sample) -> None:
+        length = len(sample.input_ids)
+        self.samples += 1
+        self.tokens += length
+        self.trained_tokens += sample.trained
+        self.longest = max(self.longest, length)
+        self.trained_share = share(self.trained_tokens, self.tokens)
+        upto = str(1 << (length - 1).bit_length())
+        self.token_histogram[upto] = self.token_histogram.get(upto, 0) + 1
 
 
 @dataclass
@@ -40,6 +62,8 @@ class Report:
     dropped: Counter[str] = field(default_factory=Counter)
     rows: list[dict[str, str]] = field(default_factory=list)
     bad: int = 0
+    findings: Findings = field(default_factory=Findings)
+    _listed: Counter[str] = field(default_factory=Counter)
 
     def source(self, name: str) -> Tally:
         """A new tally; a name that comes twice is numbered."""
@@ -49,28 +73,43 @@ class Report:
             unique = f"{name} #{n}"
         return self.sources.setdefault(unique, Tally())
 
-    def keep(self, tally: Tally, sample: Sample) -> None:
+    def keep(self, tally: Tally, samples: Sequence[Sample]) -> None:
+        """Counts one row and what is trained of it."""
         tally.kept += 1
-        tally.tokens += len(sample.input_ids)
-        tally.trained_tokens += sample.trained
-        tally.longest = max(tally.longest, len(sample.input_ids))
+        tally.split += len(samples) > 1
+        for sample in samples:
+            tally.keep(sample)
+        self.findings.keep(samples)
 
-    def note_row(self, source: str, reason: str, text: str) -> None:
-        """Lists a row that was dropped or cut; beyond LISTED_ROWS only the counts grow."""
-        if len(self.rows) < LISTED_ROWS:
-            self.rows.append({"source": source, "reason": reason, "text": text})
+    def note_row(self, source: str, kind: str, detail: str, text: str) -> None:
+        """Lists a row that was dropped or cut; beyond LISTED_ROWS of a kind only the counts grow."""
+        self._listed[kind] += 1
+        if self._listed[kind] <= LISTED_ROWS:
+            self.rows.append({"source": source, "reason": f"{kind}: {detail}" if detail else kind, "text": text})
 
     def drop(self, source: str, kind: str, detail: str, text: str) -> None:
         self.dropped[kind] += 1
-        self.note_row(source, f"{kind}: {detail}" if detail else kind, text)
+        self.note_row(source, kind, detail, text)
 
     def total(self, name: str) -> int:
         return sum(getattr(tally, name) for tally in self.sources.values())
 
-    def as_dict(self, notes: Sequence[str] = ()) -> dict[str, Any]:
-        totals = {name: self.total(name) for name in ("read", "kept", "cut", "tokens", "trained_tokens")}
+    def as_dict(self, notes: Sequence[str], source_of: Callable[[int], str]) -> dict[str, Any]:
+        """The report so far.
+
+        Args:
+            source_of: the place of the n-th sample that was kept.
+        """
+        totals = {name: self.total(name) for name in ("read", "kept", "cut", "split", "samples", "tokens", "trained_tokens")}
+        lengths: Counter[str] = Counter()
+        for tally in self.sources.values():
+            tally.token_histogram = dict(sorted(tally.token_histogram.items(), key=lambda bucket: int(bucket[0])))
+            lengths.update(tally.token_histogram)
         return {
             **totals,
+            "trained_share": share(totals["trained_tokens"], totals["tokens"]),
+            "token_histogram": dict(sorted(lengths.items(), key=lambda bucket: int(bucket[0]))),
+            "findings": self.findings.as_dict(source_of),
             "dropped": dict(self.dropped),
             "longest": max((t.longest for t in self.sources.values()), default=0),
             "max_length": self.max_length,
@@ -91,6 +130,8 @@ def table(report: dict[str, Any], title: str = "data") -> str:
         short = name if len(name) <= 32 else "..." + name[-29:]
         counts = f"{t['read']:>9,} {t['kept']:>9,} {t['cut']:>7,} {t['tokens']:>11,} {t['trained_tokens']:>11,}"
         lines.append(f"{short:<32} {counts} {share:>4}")
+    if report["split"]:
+        lines.append(f"split {report['split']:,}: {report['kept']:,} rows give {report['samples']:,} rows to train on")
     if report["dropped"]:
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in report["dropped"].items())
         lines.append(f"dropped {sum(report['dropped'].values()):,}: {dropped}")
@@ -114,12 +155,16 @@ def preview(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, *, co
     return "\n".join(shown)
 
 
-def dump(samples: Sequence[Sample], path: str | Path) -> None:
-    """One JSON line per training row: input_ids, labels, position_ids, and source, the `file:line` of each piece."""
+def dump(units: Sequence[Sequence[Sample]], path: str | Path) -> None:
+    """One JSON line per training row or pack: input_ids, labels, position_ids, and source, the `file:line` of each piece."""
     with open(path, "w", encoding="utf-8") as out:
-        for s in samples:
-            positions = list(range(len(s.input_ids)))
-            row = {"input_ids": s.input_ids, "labels": s.labels, "position_ids": positions, "source": [s.source]}
+        for unit in units:
+            row = {
+                "input_ids": [i for s in unit for i in s.input_ids],
+                "labels": [t for s in unit for t in s.labels],
+                "position_ids": [p for s in unit for p in range(len(s.input_ids))],
+                "source": [s.source for s in unit],
+            }
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

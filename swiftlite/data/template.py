@@ -5,9 +5,11 @@ each turn, once with the generation prompt and once with the answer; both must b
 between them is the turn, exactly as inference would have to write it. A row without a proof is refused.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ from swiftlite.data.formats import RowError
 from swiftlite.recipe.errors import RecipeError, nearest
 
 Message = dict[str, Any]
+
+
+class AlteredError(RowError):
+    """An assistant turn reads otherwise as the last message than inside the conversation."""
+
+
 Span = tuple[int, int]  # characters [start, end) of the full rendering
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -87,6 +95,10 @@ class Template:
         tokens = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
         self._special = {token.content for token in added.values() if token.special}
+        # What the template looks for in contents, as the end of a reasoning block.
+        sought = r"(?:split|replace|startswith|endswith|find|index)\(\s*['\"]{0}|['\"]{0}['\"]\s+(?:not\s+)?in\b"
+        self.parsed = frozenset(token for token in self._special if re.search(sought.format(re.escape(token)), text))
+        self.reasoning = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", text)]
         self.stop_tokens: set[str] = set()
         self.shape = self._find_shape()
 
@@ -102,17 +114,48 @@ class Template:
         """The full rendering, and the span of every assistant turn from message `first` on, with its end-of-turn token.
 
         Raises:
+            AlteredError: a turn reads otherwise when it is the last message.
             RowError: the template refuses the conversation, would silently leave a part of it out, or a span is not proven.
         """
         self._check_reads(messages, tools)
         full, marked = self._render(messages, tools, False, spans=self.marked)
-        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        self._check_written(messages, tools, full)
+        wanted = [i for i in trainable(messages) if i >= first]
         spans = self._marked_turns(messages, tools, full, marked, wanted) if self.marked else None
         if spans is None:
             spans = [self._proven_turn(messages, tools, full, i) for i in wanted]
-        return full, [self._trimmed(full, start, end) for start, end in spans]
+        else:
+            self._check_history(messages, tools, full, wanted)
+        for i in wanted:
+            if any(str(messages[i].get(key) or "").strip() not in full for key in REASONING):
+                raise RowError("left out by the chat template", f"it does not write the reasoning of message {i + 1}")
+        return full, [self._closed(full, *self._trimmed(full, start, end)) for start, end in spans]
 
     def _render(self, messages: Sequence[Message], tools: Any, prompt: bool, *, spans: bool) -> tuple[str, list[Span]]:
+        if any(m.get("tool_calls") for m in messages) and self._text_arguments:
+            messages = [_with_text_arguments(m) for m in messages]
+        if any(m.keys() - {"role", "content", "tool_calls"} for m in messages):
+            messages = [self._in_its_words(m) for m in messages]
+        return self._jinja(messages, tools, prompt, spans)
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        """Whether the template adds the arguments of a tool call to its text, so that they must be text and not an object."""
+        for number in ("call00001", "0"):  # some refuse ids that are not of nine letters
+            call = {"id": number, "type": "function", "function": {"name": "f", "arguments": {ASK: REPLY}}}
+            asked: list[Message] = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                if str({ASK: REPLY}) not in self._jinja(asked, None, False, False)[0]:
+                    return False
+            except RowError:
+                pass
+            try:
+                return self._jinja([_with_text_arguments(m) for m in asked], None, False, False)[0].count(REPLY) == 1
+            except RowError:
+                continue
+        return False
+
+    def _jinja(self, messages: Sequence[Message], tools: Any, prompt: bool, spans: bool) -> tuple[str, list[Span]]:
         try:
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
@@ -132,10 +175,50 @@ class Template:
 
     def _check_reads(self, messages: Sequence[Message], tools: Any) -> None:
         present = {key for message in messages for key in message}
-        read_as = {"tools": ["tools"], "tool_calls": ["tool_calls"], **dict.fromkeys(REASONING, REASONING)}
-        for key, names in read_as.items():
-            if (key in present or (key == "tools" and tools)) and not any(name in self.text for name in names):
+        read = {"tools": "tools" in self.text, "tool_calls": "tool_calls" in self.text}
+        for key, is_read in (read | dict.fromkeys(REASONING, bool(self.reasoning))).items():
+            if (key in present or (key == "tools" and tools)) and not is_read:
                 raise RowError("left out by the chat template", f"the row has {key}, which the chat template does not write")
+
+    def _in_its_words(self, message: Message) -> Message:
+        """Reasoning under the name that this template reads, and no marks of ours."""
+        known = {key: value for key, value in message.items() if key != "train"}
+        for key in REASONING:
+            if key in known and self.reasoning and key not in self.reasoning:
+                known[self.reasoning[0]] = known.pop(key)
+        return known
+
+    def _check_written(self, messages: Sequence[Message], tools: Any, full: str) -> None:
+        """A template may pass over a role or a place, as a system prompt that only a last question gets.
+
+        Contents that stand in the rendering otherwise, as JSON or without their reasoning, show by changing with the content.
+        """
+        for i, message in enumerate(messages):
+            if message.get("tool_calls"):
+                self._check_calls(messages, tools, i)
+            if message["content"].strip() in full:
+                continue
+            try:
+                same = self.render([*messages[:i], {**message, "content": STANDIN}, *messages[i + 1 :]], tools) == full
+            except RowError:
+                continue  # it reads the content, if only to refuse it
+            if same:
+                what = f"it does not write the {message['role']} text of message {i + 1} into this conversation"
+                raise RowError("left out by the chat template", what)
+
+    def _check_calls(self, messages: Sequence[Message], tools: Any, i: int) -> None:
+        """Names of calls stand in tools and answers too, so only other names tell whether the calls are written."""
+        named = {"name": STANDIN}
+        calls = [
+            {**c, "function": {**c["function"], **named}} if isinstance(c.get("function"), dict) else {**c, **named}
+            for c in messages[i]["tool_calls"]
+        ]
+        try:
+            probe = self.render([*messages[:i], {**messages[i], "tool_calls": calls}, *messages[i + 1 :]], tools)
+        except RowError:
+            return
+        if probe.count(STANDIN) < len(calls):
+            raise RowError("left out by the chat template", f"it does not write the tool calls of message {i + 1}")
 
     def _find_shape(self) -> Shape:
         ask = {"role": "user", "content": ASK}
@@ -145,9 +228,11 @@ class Template:
             once, twice = self.render([ask, reply]), self.render([ask, reply, {"role": "user", "content": MORE}, reply])
         except RowError:
             return Shape()
-        if ASK not in prompted or not once.startswith(prompted) or once.count(REPLY) != 1:
+        if ASK not in prompted or once.count(REPLY) != 1:
             return Shape()
-        prompt, header = prompted[self._common(prompted, asked) :], once[len(prompted) : once.index(REPLY)]
+        prompt, header = None, ""
+        if once.startswith(prompted):
+            prompt, header = prompted[self._common(prompted, asked) :], once[len(prompted) : once.index(REPLY)]
         answered, both = once.index(REPLY) + len(REPLY), self._common(once, twice)
         # Where earlier turns are altered the two renderings part before the answer ends and tell nothing about the ending.
         ending = once[both:] if both >= answered else ""
@@ -177,13 +262,32 @@ class Template:
         if not (last and self.shape.ending_closes):
             turn = turn.removesuffix(self.shape.ending)
         for part, what in ((prompt, "the generation prompt"), (turn, "the turn")):
-            if not full.startswith(part):
-                at = _common_length(part, full)
-                alone, inside = part[at : at + 30], full[at : at + 30]
-                detail = f"{what} of message {i + 1} reads {alone!r} when it is the last message, here it reads {inside!r}"
-                fix = "" if last else "; data.train_on: last needs the last turn only"
-                raise RowError("altered by the chat template", detail + fix)
+            self._check_prefix(part, full, f"{what} of message {i + 1}", last)
         return len(prompt), len(turn)
+
+    def _check_history(self, messages: list[Message], tools: Any, full: str, wanted: list[int]) -> None:
+        """Markers prove where a turn is, not that inference would see it so: its prompt may be another, or be altered later."""
+        for i in wanted:
+            last = i == len(messages) - 1
+            try:
+                if i == 0:
+                    continue
+                prompt = self.render(messages[:i], tools, prompt=True)
+                turn = full if last else self.render(messages[: i + 1], tools).removesuffix(self.shape.ending)
+            except RowError:
+                continue
+            self._check_prefix(prompt, full, f"the generation prompt of message {i + 1}", last)
+            self._check_prefix(turn, full, f"the turn of message {i + 1}", last)
+
+    def _check_prefix(self, part: str, full: str, what: str, last: bool) -> None:
+        if not full.startswith(part):
+            at = self._common(part, full)
+            alone, inside = part[at : at + 30], full[at : at + 30]
+            detail = f"{what} reads {alone!r} when it is the last message, here it reads {inside!r}"
+            fix = "data.history_mismatch: split trains every turn as it reads then, last the last one only"
+            if last:
+                fix = "data.template_kwargs or another data.chat_template can make the generation prompt agree with answers"
+            raise AlteredError("altered by the chat template", f"{detail}; {fix}")
 
     def _by_standin(self, messages: list[Message], tools: Any, full: str, i: int) -> Span:
         """For turns whose prefix cannot be rendered: what moves when only this content is replaced is the content."""
@@ -194,11 +298,14 @@ class Template:
         same = found and STANDIN not in after and start <= end and full.startswith(before) and full.endswith(after)
         if not same or full[start:end].strip() != content.strip():
             raise RowError("not provable", f"the chat template does not show where assistant message {i + 1} starts and ends")
-        if self.shape.prompt is None or not before.endswith(self.shape.prompt + self.shape.header):
+        header = self.shape.header
+        if i == 0 and self.shape.prompt and before.endswith(self.shape.prompt) and not before.endswith(header):
+            header = ""  # nothing is asked yet, so a template that opens answers with a block of reasoning has none here
+        if self.shape.prompt is None or not before.endswith(self.shape.prompt + header):
             raise RowError("not provable", f"assistant message {i + 1} does not follow the template's generation prompt")
         closing = self.shape.closing
         end += len(closing) if closing and full.startswith(closing, end) else 0
-        return start - len(self.shape.header), end
+        return start - len(header), end
 
     def _marked_turns(
         self, messages: list[Message], tools: Any, full: str, spans: list[Span], wanted: list[int]
@@ -208,10 +315,12 @@ class Template:
         if len(spans) < len(turns):
             return None
         if len(spans) == len(turns):
-            spans = spans[len(turns) - len(wanted) :] if wanted else []
+            spans = [span for i, span in zip(turns, spans, strict=True) if i in wanted]
         elif wanted != turns:
             if not wanted:
                 return []
+            if wanted != turns[-len(wanted) :]:
+                return None
             earlier = self.render(messages[: wanted[0]], tools).removesuffix(self.shape.ending)
             if not full.startswith(earlier):
                 return None
@@ -235,6 +344,17 @@ class Template:
         last = max(self._control.finditer(text), key=re.Match.end, default=None)
         return last if last and not text[last.end() :].strip() else None
 
+    def _closed(self, full: str, start: int, end: int) -> Span:
+        """Where answers have no end-of-turn token, the model stops by writing the next role's, so that one is trained."""
+        shape = self.shape
+        if shape.prompt is None or shape.closing is not None or shape.ending_closes or full.startswith(shape.prompt, end):
+            return start, end
+        found = self._control.match(full, end)
+        if found is None or found.group() not in self._special:
+            return start, end
+        self.stop_tokens.add(found.group())
+        return start, found.end()
+
     def _trimmed(self, full: str, start: int, end: int) -> Span:
         """Ends the turn at its end-of-turn token: a newline behind it is never generated."""
         found = self._ends_turn(full[start:end])
@@ -245,5 +365,23 @@ class Template:
         return start, start + found.end()
 
 
+def trainable(messages: Sequence[Message]) -> list[int]:
+    """The assistant turns that no flag of the row leaves out."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("train", True)]
+
+
 def _common_length(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _with_text_arguments(message: Message) -> Message:
+    def text(call: Message) -> Message:
+        arguments = call.get("arguments")
+        return call if not isinstance(arguments, dict) else {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**c, "function": text(c["function"])} if isinstance(c.get("function"), dict) else text(c) for c in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

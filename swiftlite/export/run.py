@@ -41,6 +41,8 @@ def export_all(trained: Trained, formats: Sequence[str], section: ExportSection,
         DiskFullError: the disk is full; as for ModelError.
     """
     check(trained, formats, section, output)
+    if not formats:
+        return []
     rows = prompt_rows(trained.prompts)
     if not rows:
         raise ModelError("there is no prompt to compare the exports on", fix="Give at least one row of data.")

@@ -172,7 +172,15 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, place: Place, model: Any, note
         shown = public(place.recipe)["data"]["template_kwargs"]  # without values of the environment
         notes.append(f"the chat template gets the run's template_kwargs {shown}")
     rows = max(model.config.get_text_config().vocab_size, len(tokenizer))
-    renderer = Renderer(tokenizer, train_on=data.train_on, template_kwargs=data.template_kwargs, vocab_size=rows)
+    renderer = Renderer(
+        tokenizer,
+        train_on=data.train_on,
+        template_kwargs=data.template_kwargs,
+        history_mismatch=data.history_mismatch,
+        allow_control_tokens=data.allow_control_tokens,
+        free_tokens=place.recipe.model.add_tokens if place.recipe else (),
+        vocab_size=rows,
+    )
     # End-of-turn tokens are known once a conversation has been rendered.
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     renderer.train_on = "assistant"

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from swiftlite.dist import shard as sharding
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
-from swiftlite.models import adapters, head, weights
+from swiftlite.models import adapters, head, isolation, weights
 from swiftlite.models.balance import Balance, balance_of
 from swiftlite.models.families.family import Family
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
@@ -86,6 +86,11 @@ def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
     return config, notes
 
 
+def joined_by(recipe: Recipe) -> str | None:
+    """The key that asks for rows joined into one, or None."""
+    return "data.packing" if recipe.data.packing else "data.padding_free" if recipe.data.padding_free else None
+
+
 def skeleton(
     files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: torch.device
 ) -> Built:
@@ -96,11 +101,14 @@ def skeleton(
     """
     config, notes = load_config(files, recipe)
     family = family_for(config)
-    attention = attention_for(family, config, device.type, recipe.model.attn_implementation)
+    attention = attention_for(family, config, device.type, recipe.model.attn_implementation, packed=recipe.data.packing)
     base_dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     text = config.get_text_config()
     grown = new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0
     text.vocab_size += grown
+    if attention == "flex_attention":
+        # Shapes that are seen twice would be compiled as unknown ones, for which torch 2.11 has no kernel at heads of 128.
+        torch._dynamo.config.automatic_dynamic_shapes = False
     # 1. Modules on meta: no memory, no random numbers; frozen weights are kept in the compute type.
     with torch.device("meta"):
         root = auto_class(config).from_config(
@@ -183,6 +191,7 @@ def build(
         root.gradient_checkpointing_enable({"use_reentrant": False})
     # 5. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
     head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance))
+    isolation.attach(root)
     if recipe.train.neftune_noise_alpha:
         add_noise(root, recipe.train.neftune_noise_alpha)
     mapping = weights.conversions(root)
@@ -198,7 +207,7 @@ def build(
             world,
             compute_dtype=precision.compute,
             reduce_dtype=reduce_dtype,
-            forward_methods=head.METHODS,
+            forward_methods=head.METHODS + isolation.METHODS,
         )
     # 7. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
     tensors = open_weights(files)
@@ -217,6 +226,8 @@ def build(
     ids = torch.arange(8, device=device)[None] % root.config.get_text_config().vocab_size
     if (note := head.verify(root, built.family.inputs({"input_ids": ids}))) is not None:
         built.notes.append(note)
+    if (key := joined_by(recipe)) is not None:
+        isolation.require(root, built.family, key, device)
     root.train()
     sharding.reshard(root)
     return built, world

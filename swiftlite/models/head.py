@@ -116,13 +116,18 @@ class Added:
 
 def body(root: Any, inputs: dict[str, Any]) -> Any:
     """Outputs of the model's body: `last_hidden_state` [B, T, D] after its final norm, in the compute type."""
-    return root.base_model(**inputs, use_cache=False)
+    return root.base_model(**_prepared(root, inputs), use_cache=False)
 
 
 def own_forward(root: Any, inputs: dict[str, Any]) -> Any:
     """Outputs of the model's own forward: `logits` [B, T, V]."""
     # The class's forward, not the call: inside a method of a sharded root the gather has happened already.
-    return type(root).forward(root, **inputs, use_cache=False)
+    return type(root).forward(root, **_prepared(root, inputs), use_cache=False)
+
+
+def _prepared(root: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with the masks of joined rows, for classes that cannot make them (see `models.isolation`)."""
+    return root.swiftlite_masks(root, inputs) if root.swiftlite_masks is not None else inputs
 
 
 def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -178,7 +183,7 @@ METHODS = ("nll_sum", "head_gap")
 
 def attach(root: Any, added: Added | None = None) -> None:
     """Gives `root` the methods of this module: FSDP2 gathers weights for registered methods of the root and for nothing else."""
-    root.swiftlite_added = added or Added()
+    root.swiftlite_added, root.swiftlite_masks = added or Added(), None
     has_head = isinstance(root.get_output_embeddings(), nn.Module)
     root.swiftlite_head = LogitTransform.of(root.config.get_text_config()) if has_head else None
     root.nll_sum = MethodType(nll_sum, root)

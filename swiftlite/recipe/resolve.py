@@ -206,6 +206,15 @@ def _check_method(draft: _Draft) -> None:
         draft.fault("train.trainable", "partial full tuning and a lora section exclude each other.", "Keep one of them.")
     if "adapter" in draft["export.formats"] and not recipe.lora:
         draft.fault("export.formats", "'adapter' needs a lora section.", "Write `export: merged`.")
+    joined = "data.packing" if recipe.data.packing else "data.padding_free" if recipe.data.padding_free else None
+    if recipe.data.packing and recipe.data.padding_free:
+        draft.fault("data.padding_free", "packs leave nothing to pad.", "Keep one of packing and padding_free.")
+    if recipe.data.packing and recipe.data.train_sampling_strategy == "group_by_length":
+        draft.fault("data.train_sampling_strategy", "packs are all of one length.", "Use random or sequential with packing.")
+    if joined and recipe.train.neftune_noise_alpha:
+        draft.fault(
+            "train.neftune_noise_alpha", f"the noise is scaled by a row's length, which {joined} hides.", "Leave one out."
+        )
     if recipe.strategy.wrap and recipe.strategy.name == "none":
         draft.fault("strategy.wrap", "nothing is sharded by strategy none.", "Write `name: fsdp`, or leave wrap out.")
 

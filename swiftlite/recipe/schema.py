@@ -24,10 +24,13 @@ class ModelSection(Section):
 
 
 class DataSource(Section):
-    path: str = Field(description="File, folder, glob, or hub dataset id.")
+    path: str = Field(
+        description="File, folder, glob, or hub dataset as org/name:subset[split]@revision; #n behind it draws n rows."
+    )
     name: str | None = Field(None, description="Name of this source in reports and of its evaluation set.")
     subset: str | None = Field(None, description="Configuration name of a hub dataset.")
     split: str = Field("train", description="Split of a hub dataset.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub dataset.")
     format: str | None = Field(None, description="Format of this source; default: data.format.")
     columns: dict[str, str] | None = Field(None, description="Column names of this source; default: data.columns.")
     sample: PositiveInt | None = Field(None, description="Take this many rows, drawn with the recipe's seed.")
@@ -46,12 +49,27 @@ class DataSection(Section):
     max_length: PositiveInt = Field(
         4096, description="Tokens a training row may have; data.overlong says what happens to longer ones."
     )
-    overlong: Literal["drop", "truncate", "error"] = Field(
-        "drop", description="What happens to rows over max_length; all are counted."
+    overlong: Literal["drop", "truncate", "split", "error"] = Field(
+        "drop",
+        description="Rows over max_length, all counted; split: text in pieces, chats between exchanges with the system prompt.",
     )
-    train_sampling_strategy: Literal["random", "sequential"] = Field("random", description="Order of rows within an epoch.")
+    packing: bool = Field(
+        False, description="Join rows into packs of max_length tokens, kept apart in the attention; batch sizes then count packs."
+    )
+    padding_free: bool = Field(False, description="Join the rows of a forward pass into one row instead of padding them.")
+    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = Field(
+        "random", description="Order within an epoch; group_by_length: random, but for steps of rows of like lengths."
+    )
     chat_template: str | None = Field(None, description="Jinja file or text that replaces the model's chat template.")
     template_kwargs: dict[str, Any] = Field({}, description="Variables handed to the chat template.")
+    allow_control_tokens: bool = Field(
+        False,
+        description="Control tokens spelled in messages become such; else only the chat template's and model.add_tokens.",
+    )
+    history_mismatch: Literal["split", "last", "error"] = Field(
+        "split",
+        description="Rows whose earlier turns the chat template alters: one row for each answer, the last one only, or refused.",
+    )
     on_bad_rows: Literal["error", "skip"] = Field("error", description="Stop at a row that cannot be used, or skip and count it.")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="With on_bad_rows skip: stop above this share of bad rows.")
 

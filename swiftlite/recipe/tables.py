@@ -34,6 +34,8 @@ FORMATS: Table = {
     "sharegpt": Row("conversations: [{from, value}], optional system", "swiftlite.data.formats:SHAREGPT"),
     "alpaca": Row("instruction, input, output, optional history, system", "swiftlite.data.formats:ALPACA"),
     "prompt_completion": Row("prompt, completion (text or messages)", "swiftlite.data.formats:PROMPT_COMPLETION"),
+    "query_response": Row("query, response, optional history, system", "swiftlite.data.formats:QUERY_RESPONSE"),
+    "segments": Row("segments: [{text, label: true or false}], without a template", "swiftlite.data.formats:SEGMENTS"),
     "text": Row("text: every token is trained", "swiftlite.data.formats:TEXT"),
     "tokens": Row("input_ids, optional labels", "swiftlite.data.formats:TOKENS"),
 }

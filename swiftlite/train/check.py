@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from swiftlite.data import findings
 from swiftlite.data.report import dump as dump_rows
 from swiftlite.data.report import preview
 from swiftlite.data.report import table as rows_table
@@ -38,15 +39,18 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
     if settled:
         console.line("\n".join(["left to this machine and model", *table(settled), ""]))
     for name, report in plan.reports.items():
-        console.line(rows_table({**report, "notes": []}, name) + "\n")  # they are among the notes at the end
+        # The notes are among those at the end.
+        console.line("\n".join([rows_table({**report, "notes": []}, name), *findings.lines(report), ""]))
     colour = console.rich.is_terminal
     console.line(f"the first rows as the model gets them, trained tokens {'in green' if colour else 'between {+ and +}'}")
     console.line(preview(plan.train.samples, plan.tokenizer, colour=colour).rstrip("\n") + "\n")
     for text in [*covered.lines(), *plan.step_lines(), *memory.lines(), *(f"note: {n}" for n in notes)]:
         console.line(text)
     if dump is not None:
-        dump_rows(plan.train.samples, dump)
-        console.line(f"dumped    {len(plan.train.samples):,} rows to {dump}")
+        samples, packed = plan.train.samples, plan.loader.capacity is not None
+        units = [[samples[i] for i in unit] for unit in plan.loader.units(0)] if packed else [[s] for s in samples]
+        dump_rows(units, dump)
+        console.line(f"dumped    {len(units):,} {'packs' if packed else 'rows'} to {dump}")
     return {
         "rows": len(plan.train.samples),
         "steps": plan.schedule.total,

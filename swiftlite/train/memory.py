@@ -104,11 +104,11 @@ def _gib(size: int) -> str:
 
 def plan_memory(plan: Plan, built: Built) -> MemoryPlan:
     """Reckons with the longest training row of the plan, and a model whose adapters and trainable weights are in place."""
-    samples, train = plan.train.samples, plan.recipe.train
-    rows = min(train.per_device_train_batch_size, train.global_batch_size or 1, len(samples))
-    longest = max(len(s.input_ids) for s in samples)
+    train = plan.recipe.train
+    rows = min(train.per_device_train_batch_size, train.global_batch_size or 1, plan.loader.units_per_epoch)
     return reckon(
-        built, train, rows, longest, precision=plan.precision, strategy=plan.strategy, checkpointing=plan.checkpointing,
+        built, train, rows, plan.loader.longest,
+        precision=plan.precision, strategy=plan.strategy, checkpointing=plan.checkpointing,
         device=plan.device,
     )  # fmt: skip
 

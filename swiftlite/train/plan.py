@@ -72,6 +72,7 @@ class Plan:
             f"model     {recipe.model.name} on {self.device.type}, {self.precision.name}, strategy {self.strategy.name}"
             + (", activation checkpointing" if self.checkpointing else ""),
             f"data      {len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%})"
+            + (f" in {self.loader.units_per_epoch:,} packs, {self.loader.fill:.1%} full" if self.loader.capacity else "")
             + "".join(f"; {name}: {len(loader.samples):,} rows" for name, loader in self.evals.items()),
             *self.step_lines(),
             f"output    {self.output}",
@@ -81,7 +82,8 @@ class Plan:
         """How many steps of what size, at what rate, and when something happens between them."""
         train, schedule, rate = self.recipe.train, self.schedule, self.schedule.rate
         size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        each = f"{train.global_batch_size} rows in {passes} forward pass{'es' * (passes != 1)} of {size}"
+        unit = "packs" if self.loader.capacity else "rows"
+        each = f"{train.global_batch_size} {unit} in {passes} forward pass{'es' * (passes != 1)} of {size}"
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
         exports = ", ".join(self.recipe.export.formats or []) or "nothing"
@@ -142,6 +144,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         train_on=recipe.data.train_on,
         template_kwargs=recipe.data.template_kwargs,
         chat_template=template_text(recipe.data.chat_template) if recipe.data.chat_template else None,
+        history_mismatch=recipe.data.history_mismatch,
+        allow_control_tokens=recipe.data.allow_control_tokens,
+        free_tokens=recipe.model.add_tokens,
         vocab_size=max(len(tokenizer), text.vocab_size),
     )
     longest = getattr(text, "max_position_embeddings", None) or recipe.data.max_length
@@ -156,17 +161,18 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     )
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
-    shuffle = recipe.data.train_sampling_strategy == "random"
+    joined = _joined(recipe, max_length, device)
     rows = text.vocab_size + (new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0)
     # A tokenizer may name a padding token that the model has no row for; any id will do.
     pad = pad_id(tokenizer) if pad_id(tokenizer) < rows else 0
     loader = Loader(
         train.samples,
         seed=recipe.seed,
-        shuffle=shuffle,
+        order=recipe.data.train_sampling_strategy,
         rows_per_step=recipe.train.global_batch_size,
         micro_batch=size,
         pad_id=pad,
+        **joined,
     )
     reports: dict[str, Any] = {"train": train.report}
     evals = {}
@@ -178,7 +184,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
             )
         if report is not None:
             reports[name] = report
-        evals[name] = Loader(samples, seed=0, shuffle=False, rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad)
+        evals[name] = Loader(
+            samples, seed=0, order="sequential", rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad, **joined
+        )
     notes += renderer.notes
     _check_metric(recipe, evals)
     _check_ids([train.samples, *(loader.samples for loader in evals.values())], rows, tokenizer)
@@ -188,6 +196,14 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing == "full",
         train, loader, evals, schedule, reports, digest(train.samples), notes,
     )  # fmt: skip
+
+
+def _joined(recipe: Recipe, max_length: int, device: torch.device) -> dict[str, Any]:
+    """How rows are joined. On a GPU packs have one length, of whole blocks of compiled attention: each length compiles anew."""
+    data, multiple = recipe.data, 1
+    if data.packing and device.type == "cuda":
+        multiple = -(-max_length // 128) * 128
+    return {"capacity": max_length if data.packing else None, "padding_free": data.padding_free, "multiple": multiple}
 
 
 def _eval_sets(

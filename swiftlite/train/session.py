@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from swiftlite.data import findings
 from swiftlite.data.report import table as rows_table
 from swiftlite.dist import checkpoint
 from swiftlite.dist.strategies import NONE
@@ -13,6 +14,7 @@ from swiftlite.export.run import export_all
 from swiftlite.export.trained import Trained
 from swiftlite.models import adapters
 from swiftlite.models.build import Precision, build
+from swiftlite.models.families.lookup import attention_for, family_for
 from swiftlite.models.sources import resolve_model
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.recipe.errors import ModelError
@@ -44,7 +46,7 @@ def train(loaded: Loaded, console: Console) -> Path:
         check_target(plan.output / name, recipe.export.overwrite, plan.files.folder)
     # Rows that were dropped or cut are told here too; all of them stand in data_report.json.
     lost = [rows_table({**r, "notes": []}, name) for name, r in plan.reports.items() if r["dropped"] or r["cut"]]
-    for text in [*plan.lines(), *lost, *(f"note: {n}" for n in plan.notes)]:
+    for text in [*plan.lines(), *lost, *findings.one_line(plan.reports), *(f"note: {n}" for n in plan.notes)]:
         console.line(text)
     try:
         run = Run(plan, console)
@@ -74,6 +76,9 @@ def write_exports(trained: Trained, section: ExportSection, output: Path, consol
     """Writes and verifies the section's formats below `output`, and prints the verdicts."""
     assert section.formats is not None
     trained.model.eval()
+    config = trained.model.config
+    if config._attn_implementation == "flex_attention":  # compiles for every length of the rows that are compared
+        trained.model.set_attn_implementation(attention_for(family_for(config), config, trained.model.device.type))
     for part in export_all(trained, section.formats, section, output):
         for text in report.lines(part):
             console.line(text)

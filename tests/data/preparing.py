@@ -39,7 +39,12 @@ def prep(
     """Prepares one file; `keys` are those of the data section."""
     data = DataSection(train=[DataSource(path=str(path))], **{"max_length": 256, **keys})
     renderer = Renderer(
-        tokenizer or tok(), train_on=data.train_on, template_kwargs=data.template_kwargs, chat_template=data.chat_template
+        tokenizer or tok(),
+        train_on=data.train_on,
+        template_kwargs=data.template_kwargs,
+        chat_template=data.chat_template,
+        history_mismatch=data.history_mismatch,
+        allow_control_tokens=data.allow_control_tokens,
     )
     return prepare(data.train, data, renderer, max_length=data.max_length, seed=seed, eval_split=eval_split)
 

@@ -6,15 +6,19 @@ import pytest
 
 from swiftlite.data.formats import Conversation, RowError, conversation, pick_format
 from swiftlite.data.read import Row
+from swiftlite.data.render import Renderer
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import DataError, RecipeError
-from tests.data.preparing import C1
+from tests.data.preparing import C1, trained
+from tests.fixtures import tok
 
 ROWS = {
     "messages": {"messages": C1},
     "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     "alpaca": {"instruction": "hi", "input": "", "output": "yo"},
     "prompt_completion": {"prompt": "hi", "completion": "yo"},
+    "query_response": {"query": "hi", "response": "yo"},
+    "segments": {"segments": [{"text": "hi", "label": False}, {"text": "yo", "label": True}]},
     "text": {"text": "hi"},
     "tokens": {"input_ids": [5, 6]},
 }
@@ -101,6 +105,34 @@ def test_alpaca():
         read({"instruction": "do", "output": "x", "history": ["q"]})
 
 
+def test_query_and_response():
+    row = {"query": "more?", "response": "done", "history": [["q", "a"], ["r", "b"]], "system": "s"}
+    contents = [m["content"] for m in read(row).messages]
+    assert contents == ["s", "q", "a", "r", "b", "more?", "done"]
+    with pytest.raises(RowError, match="history"):
+        read({"query": "q", "response": "r", "history": [["only"]]})
+
+
+def test_segments_train_what_is_labelled_and_add_no_end():
+    t = tok(add_bos=True)
+    segments = [("Q: hi\n", False), ("A: yo</s>", True), ("\nQ: a?\n", False), ("A: b!", True)]
+    row = {"segments": [{"text": text, "label": label} for text, label in segments]}
+    sample = Renderer(t).sample(read(row))
+    assert sample.input_ids == t("".join(text for text, _ in segments))["input_ids"]
+    assert trained(sample, t) == "A: yo</s>A: b!"
+    spelled = Renderer(t).sample(read({"segments": [{"text": "<s>", "label": False}, *row["segments"]]}))
+    assert spelled.input_ids == sample.input_ids
+    assert Renderer(t).sample(read({"segments": [{"text": "x", "label": False}]})).trained == 0
+
+
+@pytest.mark.parametrize(
+    "segments", ["x", [], ["x"], [{"text": "x"}], [{"label": True}], [{"text": "x", "label": 1}], [{"text": {}, "label": True}]]
+)
+def test_wrong_segments_are_named(segments: object):
+    with pytest.raises(RowError, match="segment"):
+        read({"segments": segments})
+
+
 def test_prompt_and_completion_are_both_text_or_both_messages():
     conv = read({"prompt": C1[:3], "completion": C1[3:]})
     assert (conv.kind, conv.completion_from, conv.messages) == ("chat", 3, C1)
@@ -118,7 +150,7 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
         ([{"content": "x"}], "unknown role: None in message 1"),
         ([{"role": "user", "content": 1.5}], "content of message 1 is a number"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "part of type 'image_url'"),
-        ([{"role": "assistant", "content": "x", "weight": 0}], "'weight': 0 in message 1 cannot be honoured"),
+        ([{"role": "assistant", "content": "x", "weight": 0.5}], "'weight': 0.5 in message 1: fractional weights"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments of a tool call in message 1"),
         ([{"role": "assistant", "tool_calls": {}}, {"role": "assistant", "tool_calls": "x"}], "tool_calls of message 2"),
     ],
@@ -133,7 +165,7 @@ def test_contents_keep_what_they_are():
     parts = [{"type": "text", "text": "a"}, "b", {"text": "c"}]
     extra = {"name": "x", "nothing": None, "weight": 1}
     (message,) = read({"messages": [{"role": "user", "content": parts, **extra}]}).messages
-    assert message == {"role": "user", "content": "abc", "name": "x", "weight": 1}
+    assert message == {"role": "user", "content": "abc", "name": "x"}
     assert read({"text": 7}).text == "7"
 
 

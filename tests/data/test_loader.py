@@ -14,7 +14,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def loader(count: int = 23, **keys) -> Loader:
-    return Loader(samples(count), **{"seed": 3, "shuffle": True, "rows_per_step": 5, "micro_batch": 2, "pad_id": 0, **keys})
+    return Loader(samples(count), **{"seed": 3, "order": "random", "rows_per_step": 5, "micro_batch": 2, "pad_id": 0, **keys})
 
 
 def sources(groups: list[list[MicroBatch]]) -> list[str]:
@@ -40,7 +40,7 @@ def test_every_row_once_an_epoch_in_another_order_each():
         assert sorted(epoch) == list(range(23))
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert len(a.rows_of(4)) == 3  # the tail is a short last step
-    assert loader(shuffle=False).rows_of(6) == [5, 6, 7, 8, 9]
+    assert loader(order="sequential").rows_of(6) == [5, 6, 7, 8, 9]
     assert loader(seed=4).rows_of(0) != a.rows_of(0)
 
 
@@ -88,3 +88,14 @@ def test_collate_pads_on_the_right_by_position():
     assert batch["input_ids"].tolist() == [[5, 0, 7], [0, 0, 0]]
     assert batch["labels"].tolist() == [[IGNORE, 0, 7], [IGNORE] * 3]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_like_lengths_share_a_step_and_every_row_comes_once():
+    rows = [Sample([5] * n, [IGNORE] + [5] * (n - 1), str(n)) for n in list(range(2, 42)) * 3]
+    one = Loader(rows, seed=1, order="group_by_length", rows_per_step=7, micro_batch=7, pad_id=0)
+    for epoch in (0, 1):
+        steps = [one.rows_of(epoch * one.steps_per_epoch + s) for s in range(one.steps_per_epoch)]
+        assert sorted(i for s in steps for i in s) == list(range(120)) and len(steps[-1]) == 1
+        spreads = [max(len(rows[i].input_ids) for i in s) - min(len(rows[i].input_ids) for i in s) for s in steps]
+        assert max(spreads) <= 3
+    assert one.rows_of(0) != one.rows_of(one.steps_per_epoch)

@@ -125,7 +125,7 @@ def test_unclear_columns_stop_even_when_bad_rows_are_skipped(tmp_path: Path):
 
 def test_dump_is_what_the_model_gets(tmp_path: Path):
     got = prep(write(tmp_path / "d.jsonl", many(2)))
-    dump(got.samples, tmp_path / "dump.jsonl")
+    dump([[s] for s in got.samples], tmp_path / "dump.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "dump.jsonl").read_text("utf-8").splitlines()]
     for line, sample in zip(lines, got.samples, strict=True):
         assert list(line) == ["input_ids", "labels", "position_ids", "source"]

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from swiftlite.data.address import spelled_out
 from swiftlite.data.read import BadRow, Row, find_files, read_rows
 from swiftlite.recipe.errors import DataError
 from swiftlite.recipe.schema import DataSource
@@ -176,8 +177,11 @@ def test_a_hub_dataset_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     one, two = rows("someone/some-data", subset="en", split="train[:2]")
-    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]"}
+    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": None}
     assert (one.value, two.source) == ({"a": "007"}, "someone/some-data[train[:2]]:row 2")
+
+    (one,) = rows("someone/some-data:en[train[:2]]@v1#1")
+    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": "v1"}
 
     def fail(*_, **__):
         raise ValueError('Unknown split "trian". Should be one of train.')
@@ -199,3 +203,58 @@ def test_sample_draws_by_seed_and_keeps_the_order(tmp_path: Path):
     assert len(set(drawn(0))) == 10
     with pytest.raises(DataError, match="sample asks for 101 rows, there are 100"):
         rows(file, sample=101)
+
+
+def test_what_a_path_may_say_besides_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    said = {
+        "org/name": {},
+        "org/name:sub": {"subset": "sub"},
+        "org/name[test]": {"split": "test"},
+        "org/name@abc": {"revision": "abc"},
+        "org/name:sub[train[:5%]]@refs/pr/1#50": {
+            "subset": "sub",
+            "split": "train[:5%]",
+            "revision": "refs/pr/1",
+            "sample": 50,
+        },
+        "org/name#7": {"sample": 7},
+        "d.jsonl#7": {"sample": 7},
+    }
+    for path, keys in said.items():
+        whole = spelled_out(DataSource(path=path))
+        assert whole == DataSource(path=path.split("#")[0] if path[0] == "d" else "org/name", **keys), path
+    assert spelled_out(DataSource(path="org/name:a", subset="a")).subset == "a"
+    for path, keys in (("org/name:a", {"subset": "b"}), ("d.jsonl#7", {"sample": 8}), ("org/name[a]", {"split": "train"})):
+        with pytest.raises(DataError, match="Keep one"):
+            spelled_out(DataSource(path=path, **keys))
+    with pytest.raises(DataError, match="#0 asks for no rows"):
+        spelled_out(DataSource(path="d.jsonl#0"))
+
+
+def test_what_exists_is_a_path_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a#3.jsonl", "b#2", "f[1].jsonl", "f1.jsonl"):
+        (tmp_path / name).write_text('{"a": 1}\n' * 5)
+    for name in ("a#3.jsonl", "b#2", "f[1].jsonl", "f?.jsonl"):
+        assert spelled_out(DataSource(path=name)).path == name
+    assert len(rows("f1.jsonl#2")) == 2
+    assert len(rows("f[1].jsonl#2")) == 2
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="holds no readable file"):
+        rows("folder/name[test]")
+
+
+def test_zst_files(tmp_path: Path):
+    import pyarrow
+
+    packed = pyarrow.compress(b'{"a": "007"}\n\xff\n{"a": 1}\n', codec="zstd", asbytes=True)
+    (tmp_path / "d.jsonl.zst").write_bytes(packed)
+    one, bad, two = rows(str(tmp_path))
+    assert (one.value, bad.kind, two.line) == ({"a": "007"}, "not utf-8", 3)
+    (tmp_path / "d.jsonl.zst").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match="cannot be read"):
+        rows(str(tmp_path))
+    (tmp_path / "d.jsonl.zst").write_bytes(b"no zstd")
+    with pytest.raises(DataError, match="cannot be read"):
+        rows(str(tmp_path))

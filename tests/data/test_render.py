@@ -10,7 +10,7 @@ from swiftlite.data.render import IGNORE, Renderer, Sample, label_spans
 from swiftlite.data.template import CHATML_LITE, template_text
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError
 from tests.data.preparing import C1, chat, trained
-from tests.fixtures import CHATML, CHATML_GEN, EOS, IM_END, LLAMA3, PROMPT, STRICT, THINK, THINK_GP, TOOLS, TURN, tok
+from tests.fixtures import CHATML, CHATML_GEN, EOS, IM_END, IM_START, LLAMA3, PROMPT, STRICT, THINK, THINK_GP, TOOLS, TURN, tok
 
 # In the manner of public families, written for these tests. Beside each: what the turn with content `c` trains.
 GEMMA = (
@@ -29,7 +29,7 @@ VICUNA = (  # one end-of-turn token, on the last turn
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if loop.last and m.role == 'assistant' %}{{ eos_token }}"
     "{% else %}{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-GLM = (  # no end-of-turn token at all
+GLM = (  # no end-of-turn token at all: the next role's ends a turn
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -46,7 +46,6 @@ TEMPLATES: dict[str, tuple[str, Callable[[str], str]]] = {
     "mistral": (MISTRAL, lambda c: f" {c}</s>"),
     "phi": (PHI, lambda c: f"{c}<|im_end|>"),
     "tools": (TOOLS, lambda c: f"{c}<|im_end|>"),
-    "glm": (GLM, lambda c: c),
 }
 SHAPES = {
     "one turn": chat("hi", "yo"),
@@ -135,7 +134,7 @@ def test_a_first_turn_of_which_the_template_drops_a_part_is_not_provable():
 @pytest.mark.parametrize("template", [THINK, THINK_GP])
 def test_altered_history_is_refused_and_the_last_turn_proven(template: str):
     t = tok(template)
-    with pytest.raises(RowError, match=r"of message 2 reads .*train_on: last"):
+    with pytest.raises(RowError, match=r"of message 2 reads .*history_mismatch: split"):
         render(t, C1)
     last = render(t, C1, train_on="last")
     assert trained(last, t).endswith("b!<|im_end|>")
@@ -287,10 +286,13 @@ def test_a_tokenizer_with_a_template_for_tools():
 
 
 def test_stop_ids_and_notes_tell_of_missing_end_tokens():
-    renderer = Renderer(tok(GLM))
-    renderer.sample(Conversation("d:1", "chat", C1))
+    t = tok(GLM)
+    renderer = Renderer(t)
+    assert trained(renderer.sample(Conversation("d:1", "chat", C1[:2])), t) == "yo"
     assert renderer.stop_ids == {EOS}
-    assert "not taught where to stop" in renderer.notes[0]
+    assert "not by a last answer" in renderer.notes[0]
+    assert trained(renderer.sample(Conversation("d:1", "chat", C1)), t) == "yo<|im_start|>b!"
+    assert renderer.stop_ids == {EOS, IM_START}
     renderer = Renderer(tok(THINK), train_on="last")
     renderer.sample(Conversation("d:1", "chat", C1))
     assert renderer.stop_ids == {EOS, IM_END}

@@ -53,7 +53,9 @@ def model_class(config: PreTrainedConfig) -> Any:
     return None
 
 
-def attention_for(family: Family, config: PreTrainedConfig, device_type: str, wanted: str = "auto") -> str:
+def attention_for(
+    family: Family, config: PreTrainedConfig, device_type: str, wanted: str = "auto", *, packed: bool = False
+) -> str:
     """Resolves `model.attn_implementation` for training.
 
     Decided by two facts, neither of which plain scaled-dot-product attention can compute: a soft cap on attention scores (a
@@ -64,6 +66,8 @@ def attention_for(family: Family, config: PreTrainedConfig, device_type: str, wa
         config: the model's config.
         device_type: cpu, cuda or mps.
         wanted: auto, or the backend that a recipe names.
+        packed: rows come in packs of one length. sdpa keeps samples apart by a T x T mask; flex_attention skips what is masked,
+            but compiles for each length anew, which rows of many lengths do not repay.
 
     Returns:
         A name that from_pretrained and from_config take.
@@ -76,7 +80,7 @@ def attention_for(family: Family, config: PreTrainedConfig, device_type: str, wa
     sdpa = cap is None and bool(getattr(cls, "_supports_sdpa", False))
     flex = device_type == "cuda" and bool(getattr(cls, "_supports_flex_attn", False))
     if wanted == "auto":
-        return "sdpa" if sdpa else "flex_attention" if flex else "eager"
+        return "flex_attention" if flex and packed else "sdpa" if sdpa else "eager"
     fault = None
     if wanted == "sdpa" and not sdpa:
         fault = f"drops the soft cap on attention scores ({cap})" if cap else "does not exist for this model"
