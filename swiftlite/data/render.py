@@ -111,7 +111,7 @@ class Renderer:
         else:
             parts = groupby(turns, key=lambda i: sum(m["role"] == "user" for m in conv.messages[:i]))
             samples = [sample for _, part in parts for sample in self._up_to(conv, list(part))]
-            done = "becomes one row for each of its answers"
+            done = "becomes one row for the answers to each question"
         note = f"the chat template alters earlier turns when later ones follow: a row where it does {done}"
         self._say(f"{note} (data.history_mismatch: {self.history_mismatch})")
         return samples

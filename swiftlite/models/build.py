@@ -115,7 +115,7 @@ def skeleton(
             config, dtype=precision.compute, attn_implementation=attention, trust_remote_code=recipe.model.trust_remote_code
         )
         root.tie_weights()
-    blocks = family.blocks(root)
+    blocks = family.blocks(root, recipe.strategy.wrap)
     family.freeze(root)
     balance = balance_of(root, recipe.train.router_aux_loss_coef)
     built = Built(root, family, blocks, None, grown, base_dtype, balance, notes)

@@ -68,7 +68,7 @@ class DataSection(Section):
     )
     history_mismatch: Literal["split", "last", "error"] = Field(
         "split",
-        description="Rows whose earlier turns the chat template alters: one row for each answer, the last one only, or refused.",
+        description="Rows whose earlier turns the template alters: a row for each question's answers, the last only, or refused.",
     )
     on_bad_rows: Literal["error", "skip"] = Field("error", description="Stop at a row that cannot be used, or skip and count it.")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="With on_bad_rows skip: stop above this share of bad rows.")

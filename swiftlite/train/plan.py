@@ -127,35 +127,16 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     """
     install(loaded.plugins)  # another recipe may have been loaded since
     recipe, notes = loaded.recipe, list(loaded.notes)
-    device = pick_device(recipe.train.device)
-    precision = Precision.of(recipe.train.precision, device)
-    strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or "none", "strategy.name")
-    if strategy.sharded and device.type == "mps":
-        raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")
-    if device.type == "mps" and precision.compute != precision.master:
-        raise RecipeError(
-            f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix="Use fp32 or bf16_pure."
-        )
+    device, precision, strategy = _machine(recipe)
     files = resolve_model(recipe.model, need_weights=need_weights)
     text = load_config(files, recipe)[0].get_text_config()
     tokenizer = load_tokenizer(files, recipe.model)
-    renderer = Renderer(
-        tokenizer,
-        train_on=recipe.data.train_on,
-        template_kwargs=recipe.data.template_kwargs,
-        chat_template=template_text(recipe.data.chat_template) if recipe.data.chat_template else None,
-        history_mismatch=recipe.data.history_mismatch,
-        allow_control_tokens=recipe.data.allow_control_tokens,
-        free_tokens=recipe.model.add_tokens,
-        vocab_size=max(len(tokenizer), text.vocab_size),
-    )
+    renderer = _renderer(recipe, tokenizer, text.vocab_size)
     longest = getattr(text, "max_position_embeddings", None) or recipe.data.max_length
     if longest < recipe.data.max_length:
         notes.append(f"data.max_length {recipe.data.max_length} is above the model's {longest}: rows are held to {longest}")
     max_length = min(recipe.data.max_length, longest)
 
-    if not recipe.data.train:
-        raise RecipeError("no training data is named", where="data.train", fix="Name a file: data.train: my_rows.jsonl.")
     train = prepare(
         recipe.data.train, recipe.data, renderer, max_length=max_length, seed=recipe.seed, eval_split=recipe.data.eval_split
     )
@@ -196,6 +177,33 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing == "full",
         train, loader, evals, schedule, reports, digest(train.samples), notes,
     )  # fmt: skip
+
+
+def _machine(recipe: Recipe) -> tuple[torch.device, Precision, Strategy]:
+    """Device, types and strategy, which must go together."""
+    device = pick_device(recipe.train.device)
+    precision = Precision.of(recipe.train.precision, device)
+    strategy: Strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or "none", "strategy.name")
+    if device.type == "mps" and strategy.sharded:
+        raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")
+    if device.type == "mps" and precision.compute != precision.master:
+        fix = "Use fp32 or bf16_pure."
+        raise RecipeError(f"precision {precision.name} needs FSDP2, which mps lacks", where="train.precision", fix=fix)
+    return device, precision, strategy
+
+
+def _renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Renderer:
+    data = recipe.data
+    return Renderer(
+        tokenizer,
+        train_on=data.train_on,
+        template_kwargs=data.template_kwargs,
+        chat_template=template_text(data.chat_template) if data.chat_template else None,
+        history_mismatch=data.history_mismatch,
+        allow_control_tokens=data.allow_control_tokens,
+        free_tokens=recipe.model.add_tokens,
+        vocab_size=max(len(tokenizer), vocabulary),
+    )
 
 
 def _joined(recipe: Recipe, max_length: int, device: torch.device) -> dict[str, Any]:

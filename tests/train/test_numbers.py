@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.dist.tensors import whole
 from swiftlite.dist.world import leave
+from swiftlite.recipe.errors import RecipeError
 from swiftlite.train.console import Console
 from swiftlite.train.loop import evaluate, train_step
 from swiftlite.train.plan import make_plan
@@ -134,3 +135,16 @@ def test_a_short_last_step_is_a_mean_of_its_own_tokens(tmp_path):
         loaded = recipe(tmp_path, rows=token_rows([4, 6, 12, 20, 5, 9]), output=str(tmp_path / f"o{size}"), train=sizes)
         runs.append(losses(train(loaded)))
     assert len(runs[0]) == 2 and runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_wrap_names_the_modules_that_are_sharded(tmp_path):
+    from torch.distributed.fsdp import FSDPModule
+
+    def wrapped(**strategy):
+        run = first_step(recipe(tmp_path, rows=token_rows(LENGTHS), strategy={"name": "fsdp", **strategy}))[2]
+        return {n for n, m in run.root.named_modules() if isinstance(m, FSDPModule)}
+
+    assert wrapped() == {"", "model.layers.0", "model.layers.1"}
+    assert wrapped(wrap=["LlamaMLP"]) == {"", "model.layers.0.mlp", "model.layers.1.mlp"}
+    with pytest.raises(RecipeError, match=r"strategy\.wrap.*LamaMLP"):
+        wrapped(wrap=["LamaMLP"])
