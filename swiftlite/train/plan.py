@@ -82,7 +82,7 @@ class Plan:
         """How many steps of what size, at what rate, and when something happens between them."""
         train, schedule, rate = self.recipe.train, self.schedule, self.schedule.rate
         size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        unit = "packs" if self.loader.capacity else "rows"
+        unit = ("pack" if self.loader.capacity else "row") + "s" * (train.global_batch_size != 1)
         each = f"{train.global_batch_size} {unit} in {passes} forward pass{'es' * (passes != 1)} of {size}"
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
