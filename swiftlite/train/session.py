@@ -100,7 +100,9 @@ def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None
         saved = good[-1]
     calm_libraries()
     install(loaded.plugins)
-    state, recipe = checkpoint.read(saved), loaded.recipe
+    # How rows were joined is no part of what was learned: an export neither compiles attention for packs nor tries isolation.
+    rows_apart = loaded.recipe.data.model_copy(update={"packing": False, "padding_free": False})
+    state, recipe = checkpoint.read(saved), loaded.recipe.model_copy(update={"data": rows_apart})
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)
     files = resolve_model(recipe.model)

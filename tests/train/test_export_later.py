@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from swiftlite import api
+from swiftlite.models import isolation
 from tests.training import CHAT, LORA, recipe, train
 
 
@@ -27,3 +28,10 @@ def test_a_checkpoint_exports_what_the_run_did_though_its_data_is_gone(tmp_path,
         again = load_file(folder / "model.safetensors")
         assert again.keys() == at_the_end.keys()
         assert all((again[k] == at_the_end[k]).all() for k in again) is same
+
+
+def test_an_export_does_nothing_that_only_training_needs(tmp_path, monkeypatch):
+    keys = {"lora": LORA, "train": {"max_steps": 1}, "checkpoint": {"save_strategy": "epoch"}}
+    output = train(recipe(tmp_path, rows=CHAT, data={"packing": True}, **keys))
+    monkeypatch.setattr(isolation, "require", lambda *a: pytest.fail("the isolation of packs was tried again"))
+    assert (api.export(output, format="merged") / "model.safetensors").exists()
