@@ -19,6 +19,7 @@ from swiftlite.cli.export import export
 from swiftlite.cli.generate import generate
 from swiftlite.cli.recipes import recipes
 from swiftlite.cli.train import train
+from swiftlite.dist import launch, worker
 from swiftlite.recipe.errors import SwiftliteError
 
 VERBS = {
@@ -64,7 +65,11 @@ def common(
 def main() -> None:
     """Runs the command line and exits with its code."""
     try:
-        sys.exit(run())
+        code = run()
+        if code and launch.is_worker():
+            sys.stdout.flush()
+            os._exit(code)  # what is left of a broken group may hang at the end of the interpreter
+        sys.exit(code)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -76,16 +81,19 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, prog_name="swiftlite", standalone_mode=False)
         code = code if isinstance(code, int) else 0
-        if code == 130:  # typer's word for an interrupt
+        if code == 130 and not worker.report(KeyboardInterrupt(), 130):  # typer's word for an interrupt
             print("interrupted", file=sys.stderr)
         return code
     except SwiftliteError as error:
+        if worker.report(error, error.exit_code, "--debug" in arguments):
+            return error.exit_code
         if "--debug" in arguments:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if not worker.report(error, 130):
+            print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         raise
@@ -93,5 +101,7 @@ def run(arguments: list[str] | None = None) -> int:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a mistake on the command line itself; typer words it
             error.show()
             return int(error.exit_code)
+        if worker.report(error, 1):
+            return 1
         traceback.print_exc()
         return 1

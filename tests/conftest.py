@@ -1,7 +1,9 @@
 """What every test stands on: no network, one thread a process, caches inside the repository."""
 
 import os
+import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,14 @@ def network_guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     yield asked
     if asked and request.node.get_closest_marker("network") is None:
         pytest.fail(f"the test tried to reach {', '.join(sorted(set(asked)))}", pytrace=False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Prepared rows of tests are of no use to the next run. Those of another run at this moment are let be."""
+    if not hasattr(session.config, "workerinput"):
+        for entry in (CACHE / "swiftlite" / "data").glob("*"):
+            if time.time() - entry.stat().st_mtime > 3600:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

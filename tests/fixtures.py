@@ -90,6 +90,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LLAMA_TIED": ("LlamaForCausalLM", "LlamaConfig", {"vocab_size": 261, "tie_word_embeddings": True}),
     "QWEN3": ("Qwen3ForCausalLM", "Qwen3Config", {"vocab_size": 288, "head_dim": 8}),
     "GEMMA3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"vocab_size": 261, "head_dim": 8, "sliding_window": 8}),
+    "QWEN3_MOE": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {"vocab_size": 261, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "GPT_OSS": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"vocab_size": 261, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
     "MIXTRAL": ("MixtralForCausalLM", "MixtralConfig", {"vocab_size": 261, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 

@@ -45,10 +45,16 @@ class ControlTokens:
     def first(self, value: Any) -> str | None:
         """A control token that a text within `value` (texts, lists, dicts) spells."""
         if isinstance(value, str):
+            if self._spelled.search(value) is None:  # as in nearly all texts
+                return None
             return next((m.group() for m in self._spelled.finditer(value) if m.group() not in self._free), None)
         if isinstance(value, dict):
             value = [*value.keys(), *value.values()]
-        return next(filter(None, map(self.first, value)), None) if isinstance(value, list) else None
+        if isinstance(value, list):
+            for item in value:
+                if item is not None and (found := self.first(item)):
+                    return found
+        return None
 
     def hide(self, value: Any, keep: Set[str] = frozenset()) -> Any:
         """`value` with stand-ins for every spelled control token but those in `keep`.

@@ -3,14 +3,14 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from swiftlite.data.formats import Conversation
-from swiftlite.data.read import EXCERPT, Row
 from swiftlite.data.render import IGNORE, Renderer, Sample
+from swiftlite.data.row import EXCERPT, Row
 
 LISTED = 20
 SHOWN = 3
@@ -39,28 +39,24 @@ class Findings:
         self.hashes = array("q")
         self.firsts = array("q")
         self.samples = 0
-        self._control: set[int] = set()
 
-    def look(self, row: Row, conv: Conversation, samples: Sequence[Sample], renderer: Renderer) -> None:
-        """Notes what is suspicious about a row.
+    def note(self, source: str, found: Iterable[tuple[str, str]]) -> None:
+        """Counts what `suspicious` found in one row."""
+        for kind, text in found:
+            self.counts[kind] += 1
+            rows = self.listed.setdefault(kind, [])
+            if len(rows) < LISTED:
+                rows.append({"source": source, "text": text})
 
-        Args:
-            samples: of the whole row, before any cut.
-        """
-        texts = [text for text in _texts(conv) if text]
-        if conv.kind != "tokens" and not all(
-            self._closed(s, renderer) for s in samples
-        ):  # rows made of ids end as their maker wanted
-            self._note(NO_END, row.source, row.excerpt)
-        if any(not answer.strip() for _, answer in _exchanges(conv)):
-            self._note(EMPTY, row.source, row.excerpt)
-        if any(asked.strip() == answer.strip() != "" for asked, answer in _exchanges(conv)):
-            self._note(ECHO, row.source, row.excerpt)
-        broken = next(filter(None, map(_broken, texts)), None)
-        if broken:
-            self._note(MOJIBAKE, row.source, broken)
-        if any(_two_bos(texts, s, renderer) for s in samples):
-            self._note(TWO_BOS, row.source, row.excerpt)
+    def absorb(self, other: "Findings") -> None:
+        """Adds what was found in the rows that follow."""
+        self.counts.update(other.counts)
+        for kind, rows in other.listed.items():
+            here = self.listed.setdefault(kind, [])
+            here += rows[: LISTED - len(here)]
+        self.hashes.extend(other.hashes)
+        self.firsts.extend(array("q", (first + self.samples for first in other.firsts)))
+        self.samples += other.samples
 
     def keep(self, samples: Sequence[Sample]) -> None:
         """Remembers what is trained of a row, so that its repetition is found."""
@@ -82,24 +78,43 @@ class Findings:
             found[DUPLICATE] = {"count": len(again), "rows": rows}
         return found
 
-    def _closed(self, sample: Sample, renderer: Renderer) -> bool:
-        """Whether the last trained token, but for white space, tells the model to stop."""
-        ends = renderer.stop_ids
-        if renderer.train_on == "all":  # no turn was proven, and any control token will do
-            self._control = self._control or {*ends, *renderer.tokenizer.added_tokens_decoder}
-            ends = self._control
-        for label in reversed(sample.labels):
-            if label in ends:
-                return True
-            if label != IGNORE and str(renderer.tokenizer.decode([label])).strip():
-                return False
-        return True
 
-    def _note(self, kind: str, source: str, text: str) -> None:
-        self.counts[kind] += 1
-        rows = self.listed.setdefault(kind, [])
-        if len(rows) < LISTED:
-            rows.append({"source": source, "text": text})
+def suspicious(row: Row, conv: Conversation, samples: Sequence[Sample], renderer: Renderer) -> list[tuple[str, str]]:
+    """What looks wrong with a row, as (kind, text).
+
+    Args:
+        samples: of the whole row, before any cut.
+    """
+    found, texts = [], [text for text in _texts(conv) if text]
+    # Rows made of ids end as their maker wanted.
+    if conv.kind != "tokens" and not all(_closed(s, conv, renderer) for s in samples):
+        found.append((NO_END, row.excerpt))
+    if any(not answer.strip() for _, answer in _exchanges(conv)):
+        found.append((EMPTY, row.excerpt))
+    if any(asked.strip() == answer.strip() != "" for asked, answer in _exchanges(conv)):
+        found.append((ECHO, row.excerpt))
+    broken = next(filter(None, map(_broken, texts)), None)
+    if broken:
+        found.append((MOJIBAKE, broken))
+    if any(_two_bos(texts, s, renderer) for s in samples):
+        found.append((TWO_BOS, row.excerpt))
+    return found
+
+
+def _closed(sample: Sample, conv: Conversation, renderer: Renderer) -> bool:
+    """Whether the last trained token, but for white space, tells the model to stop.
+
+    Where no turn is proven, in plain text or when everything is trained, any control token will do: what other rows prove must
+    not decide over this one.
+    """
+    proven = conv.kind == "chat" and renderer.train_on != "all"
+    ends = renderer.stop_ids if proven else renderer.control_ids
+    for label in reversed(sample.labels):
+        if label in ends:
+            return True
+        if label != IGNORE and str(renderer.tokenizer.decode([label])).strip():
+            return False
+    return True
 
 
 def lines(report: dict[str, Any]) -> list[str]:

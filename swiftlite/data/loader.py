@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftlite.data.collate import collate, collate_packs
-from swiftlite.data.order import shuffled
-from swiftlite.data.packing import pack
+from swiftlite.data.order import permutation
+from swiftlite.data.packing import Units, pack
 from swiftlite.data.render import IGNORE, Sample
+from swiftlite.data.store import lengths_of
 
 # Rows of this many steps are sorted by length together: enough to make batches of like lengths, few enough to mix an epoch.
 STEPS_GROUPED = 50
@@ -23,8 +26,29 @@ class MicroBatch:
     sources: list[str]
 
 
+def micro_batch(
+    units: Sequence[Sequence[Sample]], size: int, *, pad_id: int, capacity: int | None, padding_free: bool, multiple: int
+) -> MicroBatch:
+    """Units, single rows or packs, as one forward pass takes them; a unit without rows becomes padding.
+
+    Args:
+        size: units of a full batch.
+        others: as for Loader.
+    """
+    # Attended to, so that no softmax runs over nothing; two tokens, so that shifted labels are not empty.
+    empty = [Sample([pad_id] * 2, [IGNORE] * 2, "padding")]
+    # Compiled attention wants one shape: a short last batch is filled up with empty packs.
+    least = size if capacity is not None and multiple > 1 else 1
+    packs = [unit or empty for unit in units] + [empty] * (least - len(units))
+    if padding_free:
+        packs = [[sample for unit in packs for sample in unit]]
+    joined = capacity is not None or padding_free
+    tensors = collate_packs(packs, pad_id, multiple) if joined else collate([unit[0] for unit in packs], pad_id)
+    return MicroBatch(tensors, [sample.source for unit in units for sample in unit])
+
+
 class Loader:
-    """The rows of every optimizer step. Holds no position: a resumed run asks for its step and gets it.
+    """The rows of every optimizer step. Holds no position: a resumed run asks for its step and gets it, from any thread.
 
     Every row comes once an epoch; the last step of an epoch is short where rows do not divide. What a step is dealt in are units:
     single rows, or packs of rows. A step's units are dealt to the data ranks in turn, and every rank gets the same number of
@@ -62,27 +86,28 @@ class Loader:
         self.rows_per_step, self.micro_batch, self.pad_id = rows_per_step, micro_batch, pad_id
         self.capacity, self.padding_free, self.multiple = capacity, padding_free, multiple
         self.data_rank, self.data_size = data_rank, data_size
-        self._epoch, self._units = 0, self.units(0)
-        self.units_per_epoch = len(self._units)
+        self._lengths = lengths_of(samples)
+        self._held = 0, self.units(0)
+        self.units_per_epoch = len(self._held[1])
         self.steps_per_epoch = ceil(self.units_per_epoch / rows_per_step)
 
     @property
     def fill(self) -> float:
         """Share of positions that are no padding: of packs of full length, or 1 where rows are not packed."""
-        tokens = sum(len(s.input_ids) for s in self.samples)
-        return tokens / (self.units_per_epoch * self.capacity) if self.capacity else 1.0
+        return int(self._lengths.sum()) / (self.units_per_epoch * self.capacity) if self.capacity else 1.0
 
     @property
     def longest(self) -> int:
         """Tokens of the longest unit: a row, or a pack."""
-        return max(sum(len(self.samples[i].input_ids) for i in unit) for unit in self._units)
+        return int(self._held[1].sums(self._lengths).max())
 
     def units_of(self, step: int) -> list[list[int]]:
         """Indices into `samples` for each unit of step `step`, over all ranks; steps count from 0 through all epochs."""
         epoch, step = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._units = epoch, self.units(epoch)
-        return list(self._units[step * self.rows_per_step : (step + 1) * self.rows_per_step])
+        held = self._held  # of one epoch, and exchanged as a whole: another thread may ask for another one
+        if held[0] != epoch:
+            held = self._held = epoch, self.units(epoch)
+        return held[1][step * self.rows_per_step : (step + 1) * self.rows_per_step]
 
     def rows_of(self, step: int) -> list[int]:
         """Indices into `samples` of all rows of a step."""
@@ -96,40 +121,31 @@ class Loader:
         return [self._micro_batch(mine[i * self.micro_batch : (i + 1) * self.micro_batch]) for i in range(count)]
 
     def _micro_batch(self, units: Sequence[Sequence[int]]) -> MicroBatch:
-        # Attended to, so that no softmax runs over nothing; two tokens, so that shifted labels are not empty.
-        empty = Sample([self.pad_id] * 2, [IGNORE] * 2, "padding")
-        packs = [[self.samples[i] for i in unit] for unit in units]
-        # Compiled attention wants one shape: a short last batch is filled up with empty packs.
-        least = self.micro_batch if self.capacity is not None and self.multiple > 1 else 1
-        packs += [[empty]] * (least - len(packs))
-        if self.padding_free:
-            packs = [[s for p in packs for s in p]]
-        joined = self.capacity is not None or self.padding_free
-        tensors = collate_packs(packs, self.pad_id, self.multiple) if joined else collate([p[0] for p in packs], self.pad_id)
-        return MicroBatch(tensors, [self.samples[i].source for unit in units for i in unit])
+        samples = [[self.samples[i] for i in unit] for unit in units]
+        return micro_batch(
+            samples, self.micro_batch,
+            pad_id=self.pad_id, capacity=self.capacity, padding_free=self.padding_free, multiple=self.multiple,
+        )  # fmt: skip
 
-    def units(self, epoch: int) -> list[list[int]]:
+    def units(self, epoch: int) -> Units:
         """All units of an epoch in their order."""
         count = len(self.samples)
-        rows = list(range(count)) if self.order == "sequential" else shuffled(count, self.seed, epoch)
-        lengths = [len(self.samples[i].input_ids) for i in rows]
+        rows = np.arange(count) if self.order == "sequential" else permutation(count, self.seed, epoch)
         if self.capacity is not None:
-            packs = pack(lengths, self.capacity)
-            turn = range(len(packs)) if self.order == "sequential" else shuffled(len(packs), self.seed, epoch, 1)
-            return [[rows[i] for i in packs[n]] for n in turn]
+            packs = pack(self._lengths[rows], self.capacity)
+            if self.order != "sequential":
+                packs = packs.taken(permutation(len(packs), self.seed, epoch, 1))
+            return Units(rows[packs.rows], packs.ends)
         if self.order == "group_by_length":
-            rows = _grouped([rows[i] for i in range(count)], self.samples, self.rows_per_step, self.seed, epoch)
-        return [[i] for i in rows]
+            rows = _grouped(rows, self._lengths, self.rows_per_step, self.seed, epoch)
+        return Units(rows, np.arange(1, count + 1))
 
 
-def _grouped(rows: list[int], samples: Sequence[Sample], step: int, seed: int, epoch: int) -> list[int]:
+def _grouped(rows: NDArray[np.int64], lengths: NDArray[np.int64], step: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Sorts windows of many steps by length, and deals the steps of all windows out in random order; a short step stays last."""
     window = step * STEPS_GROUPED
-    ordered = [
-        i
-        for start in range(0, len(rows), window)
-        for i in sorted(rows[start : start + window], key=lambda i: -len(samples[i].input_ids))
-    ]
-    steps = [ordered[start : start + step] for start in range(0, len(ordered), step)]
-    last = [steps.pop()] if len(steps[-1]) < step else []
-    return [i for n in [*shuffled(len(steps), seed, epoch, 1)] for i in steps[n]] + [i for s in last for i in s]
+    parts = [rows[start : start + window] for start in range(0, len(rows), window)]
+    ordered = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    whole = len(rows) // step * step
+    steps = ordered[:whole].reshape(-1, step)
+    return np.concatenate([steps[permutation(len(steps), seed, epoch, 1)].reshape(-1), ordered[whole:]])

@@ -64,6 +64,9 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         raise RowError("no messages", f"column '{column}' is an empty list")
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
+        if simple := _simple(item):  # as most are; what follows would find the same
+            messages.append(simple)
+            continue
         calling = isinstance(item, dict) and (item.get("role") or item.get("from")) in CALLING
         for message in _messages(item, f"message {number}"):
             before = messages[-1] if messages else {}
@@ -72,6 +75,16 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
             else:
                 messages.append(message)
     return messages
+
+
+def _simple(item: Any) -> Message | None:
+    """The message that a row has in so many words: a role, and a text for its content."""
+    if type(item) is not dict or len(item) != 2:
+        return None
+    role, content = item.get("role"), item.get("content")
+    if type(role) is not str or type(content) is not str or role in CALLING or role not in ROLES:
+        return None
+    return {"role": ROLES[role], "content": content}
 
 
 def _messages(item: Any, where: str) -> Iterator[Message]:

@@ -5,6 +5,9 @@ import heapq
 from collections.abc import Iterable
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 
 
@@ -13,9 +16,21 @@ def draw(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")
 
 
+def draws(numbers: Iterable[int], *seed: int) -> NDArray[np.uint64]:
+    """`draw(*seed, number)` for each of `numbers`."""
+    start = f"({''.join(f'{s}, ' for s in seed)}"
+    hashes = (hashlib.blake2b(f"{start}{number})".encode(), digest_size=8).digest() for number in numbers)
+    return np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
+
+
+def permutation(n: int, *seed: int) -> NDArray[np.int64]:
+    """A permutation of range(n) [n]; a million in a second or two."""
+    return np.argsort(draws(range(n), *seed), kind="stable")
+
+
 def shuffled(n: int, *seed: int) -> list[int]:
-    """A permutation of range(n)."""
-    return sorted(range(n), key=lambda i: (draw(*seed, i), i))
+    """`permutation` as a list."""
+    return [int(i) for i in permutation(n, *seed)]
 
 
 def chosen(items: Iterable[T], count: int, *seed: int) -> list[T]:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,62 +19,42 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from swiftlite.data.address import spelled_out
+from swiftlite.data.hub import hub_table, without_nulls
 from swiftlite.data.order import chosen
+from swiftlite.data.row import BOM, CONVERT, EXCERPT, DuplicateKey, blank, decode, object_row, parse_json, shorten, unique
+from swiftlite.data.row import BadRow as BadRow
+from swiftlite.data.row import Raw as Raw
+from swiftlite.data.row import Row as Row
+from swiftlite.data.row import parse as parse
+from swiftlite.data.row import place as place
 from swiftlite.recipe.errors import DataError, nearest
 from swiftlite.recipe.schema import DataSource
 
-EXCERPT = 100
 # Bytes of one line: more text than any model's context holds. A file without line ends must not be read into memory whole.
 MAX_LINE = 32 * 2**20
-HUB_TIMEOUT_S = 10
-BOM = b"\xef\xbb\xbf"
-CONVERT = "Convert it to UTF-8, as with `iconv -f OLD_ENCODING -t UTF-8`."
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row and its place: a line of a text file, else the number of the row, both counted from 1."""
-
-    file: str
-    line: int
-    value: dict[str, Any]
-    unit: str = "line"
-
-    @property
-    def source(self) -> str:
-        return place(self)
-
-    @property
-    def excerpt(self) -> str:
-        return shorten(json.dumps(self.value, ensure_ascii=False, default=str))
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that could not be read; reading goes on behind it."""
-
-    file: str
-    line: int
-    kind: str
-    reason: str
-    excerpt: str = ""
-    unit: str = "line"
-
-    @property
-    def source(self) -> str:
-        return place(self)
-
 
 Rows = Iterator[Row | BadRow]
+Raws = Iterator[Raw]
 
 
-def place(row: Row | BadRow) -> str:
-    """`file:7`, or `file:row 7` where the file has no lines."""
-    return f"{row.file}:{row.line}" if row.unit == "line" else f"{row.file}:{row.unit} {row.line}"
+@dataclass(frozen=True)
+class Opened:
+    """A source that was found: its files, or the table of a hub dataset."""
+
+    source: DataSource
+    files: list[Path]
+    table: Any = None
 
 
-def shorten(text: str) -> str:
-    return text if len(text) <= EXCERPT else text[: EXCERPT - 3] + "..."
+def open_source(source: DataSource) -> Opened:
+    """Finds the files of a source, or loads it from the hub.
+
+    Raises:
+        DataError: no such path or hub dataset.
+    """
+    source = spelled_out(source)
+    files = find_files(source.path)
+    return Opened(source, files, None if files else hub_table(source))
 
 
 def read_rows(source: DataSource, seed: int = 0) -> Rows:
@@ -84,16 +63,40 @@ def read_rows(source: DataSource, seed: int = 0) -> Rows:
     Raises:
         DataError: no such path or hub dataset, an unreadable file, or fewer rows than `sample` asks for.
     """
-    source = spelled_out(source)
-    rows = _all_rows(source)
+    yield from filter(None, map(parse, raw_rows(open_source(source), seed)))
+
+
+def raw_rows(opened: Opened, seed: int = 0) -> Raws:
+    """`read_rows` before `parse`; blank lines come too, but not where rows are drawn."""
+    source = opened.source
+    rows = _hub(opened) if opened.table is not None else (raw for file in opened.files for raw in raw_file(file))
     if source.sample is None:
         yield from rows
         return
-    picked = chosen(rows, source.sample, seed)
+    picked = chosen((raw for raw in rows if not blank(raw)), source.sample, seed)
     if len(picked) < source.sample:
         what = f"sample asks for {source.sample} rows, there are {len(picked)}."
         raise DataError(what, where=source.path, fix="Lower or remove `sample`.")
     yield from picked
+
+
+def raw_file(file: Path, offset: int = 0, line: int = 0) -> Raws:
+    """The rows of one file behind line (or row) `line`.
+
+    Args:
+        offset: where that line ends, as `Raw.offset` says, so that what is before it need not be read. 0: the file is read from
+            its start, or, of parquet, from the group of rows that holds the next one.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    reader = _reader(file)
+    assert reader is not None
+    rows = _jsonl(file, offset, line) if offset else _parquet(file, line) if reader is _parquet else reader(file)
+    try:
+        yield from (raw for raw in rows if raw.line > line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot be read: {error}.", where=file) from error
 
 
 def find_files(path: str) -> list[Path]:
@@ -126,20 +129,7 @@ def find_files(path: str) -> list[Path]:
     raise DataError(f"no such file or folder ('{missing.name}' is not in '{missing.parent.resolve()}').{hint}", where=path)
 
 
-def _all_rows(source: DataSource) -> Rows:
-    files = find_files(source.path)
-    if not files:
-        yield from _hub(source)
-    for file in files:
-        reader = _reader(file)
-        assert reader is not None
-        try:
-            yield from reader(file)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"cannot be read: {error}.", where=file) from error
-
-
-def _reader(file: Path) -> Callable[[Path], Rows] | None:
+def _reader(file: Path) -> Callable[[Path], Raws] | None:
     suffixes = [s.lower() for s in file.suffixes]
     if suffixes[-1:] in ([".gz"], [".zst"]) and ".parquet" not in suffixes:
         suffixes.pop()
@@ -154,50 +144,20 @@ def _open(file: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(file, "rb")) if file.suffix.lower() == ".gz" else open(file, "rb")
 
 
-def _decode(raw: bytes, file: Path, line: int) -> str | BadRow:
-    try:
-        return (raw.removeprefix(BOM) if line == 1 else raw).decode("utf-8")
-    except UnicodeDecodeError as error:
-        reason = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} is not utf-8. {CONVERT}"
-        return BadRow(str(file), line, "not utf-8", reason, shorten(raw.decode("utf-8", "replace").strip()))
-
-
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes, bool]]:
-    """Numbered lines, and whether each was read whole: one of more than MAX_LINE bytes is cut there and the rest passed over."""
-    number = 0
+def _lines(stream: IO[bytes], number: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """Lines behind line `number`: their number, their bytes, cut at MAX_LINE, and how many there are without that cut."""
     while raw := stream.readline(MAX_LINE + 1):
         number += 1
-        whole = len(raw) <= MAX_LINE
-        rest = raw
-        while not whole and rest and not rest.endswith(b"\n"):
+        size, rest = len(raw), raw
+        while size > MAX_LINE and rest and not rest.endswith(b"\n"):
             rest = stream.readline(2**20)
-        yield number, raw, whole
+            size += len(rest)
+        yield number, raw, size
 
 
 def _too_long(raw: bytes, file: Path, line: int) -> BadRow:
     reason = f"over {MAX_LINE // 2**20} MiB without a line end, the most that a row may have; are the rows one a line?"
     return BadRow(str(file), line, "line too long", reason, shorten(raw[: 2 * EXCERPT].decode("utf-8", "replace")))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-class DuplicateKey(ValueError):
-    """An object names a key more than once."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object as a dict; JSON leaves open which of two equal keys counts, so neither is taken."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        (name, count) = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise DuplicateKey(f"the key '{shorten(name)}' comes {count} times in one object; keep one")
-    return value
-
-
-def _parse(text: str, hook: Callable[[list[tuple[str, Any]]], Any] = _unique) -> Any:
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=hook)
 
 
 class _Twice(str):
@@ -206,7 +166,7 @@ class _Twice(str):
 
 def _mark(found: list[_Twice], pairs: list[tuple[str, Any]]) -> Any:
     try:
-        return _unique(pairs)
+        return unique(pairs)
     except DuplicateKey as error:
         found.append(_Twice(error))
         return found[-1]
@@ -220,38 +180,24 @@ def _twice(value: Any) -> _Twice | None:
     return next(filter(None, map(_twice, inside)), None)
 
 
-def _row(value: Any, file: Path, number: int, unit: str, excerpt: str) -> Row | BadRow:
-    if isinstance(value, dict):
-        return Row(str(file), number, value, unit)
-    reason = f"a row is a JSON object {{...}}, this is a {type(value).__name__}"
-    return BadRow(str(file), number, "not an object", reason, excerpt, unit)
+def _jsonl(file: Path, offset: int = 0, line: int = 0) -> Raws:
+    plain = file.suffix.lower() in (".jsonl", ".ndjson")
+    with _open(file) as stream:
+        if offset:
+            stream.seek(offset)
+        for number, raw, size in _lines(stream, line):
+            offset += size
+            content = raw if size <= MAX_LINE else _too_long(raw, file, number)
+            yield Raw(str(file), number, content, offset=offset if plain else None)
 
 
-def _jsonl(file: Path) -> Rows:
-    with _open(file) as lines:
-        for number, raw, whole in _lines(lines):
-            text = _decode(raw, file, number) if whole else _too_long(raw, file, number)
-            if isinstance(text, BadRow):
-                yield text
-            elif text.strip():
-                try:
-                    yield _row(_parse(text), file, number, "line", shorten(text.strip()))
-                except json.JSONDecodeError as error:  # which counts lines within this one
-                    yield BadRow(
-                        str(file), number, "not JSON", f"{error.msg} at character {error.pos + 1}", shorten(text.strip())
-                    )
-                except (ValueError, RecursionError) as error:
-                    kind = "duplicate key" if isinstance(error, DuplicateKey) else "not JSON"
-                    yield BadRow(str(file), number, kind, str(error), shorten(text.strip()))
-
-
-def _json(file: Path) -> Rows:
+def _json(file: Path) -> Raws:
     """A list of rows, {"data": [rows]}, or one row; JSON lines under the wrong name are read as such."""
     marks: list[_Twice] = []
     with _open(file) as stream:
         raw = stream.read()
     try:
-        value = _parse(raw.removeprefix(BOM).decode("utf-8"), partial(_mark, marks))
+        value = parse_json(raw.removeprefix(BOM).decode("utf-8"), partial(_mark, marks))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         what = f"line {line} holds byte 0x{raw[error.start]:02x}, which is not utf-8."
@@ -268,17 +214,18 @@ def _json(file: Path) -> Rows:
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     for number, item in enumerate(value if isinstance(value, list) else [value], 1):
         if marks and (reason := _twice(item)):
-            yield BadRow(str(file), number, "duplicate key", reason, shorten(str(item)), "row")
+            content: Any = BadRow(str(file), number, "duplicate key", reason, shorten(str(item)), "row")
         else:
-            yield _row(item, file, number, "row", shorten(str(item)))
+            content = item if isinstance(item, dict) else object_row(item, str(file), number, "row", str(item))
+        yield Raw(str(file), number, content, "row")
 
 
-def _csv(file: Path) -> Rows:
+def _csv(file: Path) -> Raws:
     """Every value is text, an empty one too; a row stands at its first line."""
 
     def lines(stream: IO[bytes]) -> Iterator[str]:
-        for number, raw, whole in _lines(stream):
-            text = _decode(raw, file, number) if whole else _too_long(raw, file, number)
+        for number, raw, size in _lines(stream):
+            text = decode(raw, str(file), number) if size <= MAX_LINE else _too_long(raw, file, number)
             if isinstance(text, BadRow):
                 raise DataError(f"line {number}: {text.reason}", where=text.source)
             yield text
@@ -294,67 +241,40 @@ def _csv(file: Path) -> Rows:
             for fields in table:
                 if fields and len(fields) != len(header):
                     reason = f"{len(fields)} fields where the header names {len(header)}"
-                    yield BadRow(str(file), start, "wrong number of fields", reason, shorten(str(fields)))
+                    bad = BadRow(str(file), start, "wrong number of fields", reason, shorten(str(fields)))
+                    yield Raw(str(file), start, bad)
                 elif fields:
-                    yield Row(str(file), start, dict(zip(header, fields, strict=True)))
+                    yield Raw(str(file), start, dict(zip(header, fields, strict=True)))
                 start = table.line_num + 1
         except csv.Error as error:
             raise DataError(f"line {table.line_num}: {error}.", where=f"{file}:{table.line_num}") from None
 
 
-def _without_nulls(value: Any) -> Any:
-    """Columnar files cannot tell an absent key from a null one; rows of chat mean the former."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _parquet(file: Path) -> Rows:
+def _parquet(file: Path, line: int = 0) -> Raws:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        number = 0
         with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(1024):
+            number, first, groups = 0, 0, table.metadata.num_row_groups
+            while first < groups and number + table.metadata.row_group(first).num_rows <= line:
+                number += table.metadata.row_group(first).num_rows
+                first += 1
+            for batch in table.iter_batches(1024, row_groups=range(first, groups)):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(str(file), number, _without_nulls(value), "row")
+                    yield Raw(str(file), number, without_nulls(value), "row")
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"is not a parquet file: {error}.", where=file) from None
 
 
-def _hub(source: DataSource) -> Rows:
-    """A dataset of the Hugging Face hub, or of its cache when the hub cannot be reached."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    # `datasets` retries an unreachable hub for half a minute; this one question is answered in seconds.
-    try:
-        huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, timeout=HUB_TIMEOUT_S)
-    except GatedRepoError as error:
-        fix = "Ask for access on its page, then `hf auth login`."
-        raise DataError("is a gated dataset and you have no access.", where=source.path, fix=fix) from error
-    except RepositoryNotFoundError as error:
-        what = "is neither a path here nor a dataset on the hub (or it is private: `hf auth login`)."
-        raise DataError(what, where=source.path) from error
-    except Exception as error:
-        cached = Path(datasets.config.HF_DATASETS_CACHE) / source.path.replace("/", "___")
-        if not cached.is_dir():
-            what = f"is not a path here, and the hub cannot be reached ({type(error).__name__})."
-            raise DataError(what, where=source.path, fix="Give a local file, or go online once so that it is cached.") from error
-    try:
-        table = datasets.load_dataset(source.path, name=source.subset, split=source.split, revision=source.revision)
-    except (ValueError, OSError, RuntimeError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-        what = f"cannot be loaded: {shorten(str(error))}"
-        raise DataError(what, where=source.path, fix="See `subset` and `split` of the source.") from error
-    name = f"{source.path}[{source.split}]"
-    for number, value in enumerate(table, 1):
-        yield Row(name, number, _without_nulls(value), "row")
+def _hub(opened: Opened) -> Raws:
+    name = f"{opened.source.path}[{opened.source.split}]"
+    for number, value in enumerate(opened.table, 1):
+        yield Raw(name, number, without_nulls(value), "row")
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
+READERS: dict[str, Callable[[Path], Raws]] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json,

@@ -1,19 +1,23 @@
 """From a conversation to ids and labels: the one place of masks, used by train, eval, check, chat and export alike."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from swiftlite.data.control import ALLOW, ControlTokens
 from swiftlite.data.formats import Conversation, RowError
+from swiftlite.data.labels import IGNORE as IGNORE
+from swiftlite.data.labels import Offsets
+from swiftlite.data.labels import label_spans as label_spans
 from swiftlite.data.messages import read_messages
-from swiftlite.data.template import CHATML_LITE, AlteredError, Message, Span, Template, trainable
+from swiftlite.data.template import CHATML_LITE, AlteredError, Message, Template, trainable
 from swiftlite.recipe.errors import DataError, ModelError
 
-IGNORE = -100
 TrainOn = Literal["assistant", "last", "all", "completion"]
 Mismatch = Literal["split", "last", "error"]
 
@@ -32,6 +36,15 @@ class Sample:
     @property
     def trained(self) -> int:
         return len(self.labels) - self.labels.count(IGNORE)
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What rows taught a renderer: notes by what they are about, proven end-of-turn tokens, a template where there was none."""
+
+    notes: dict[str, str]
+    stop_tokens: list[str]
+    chat_template: str | None
 
 
 class Renderer:
@@ -71,26 +84,82 @@ class Renderer:
         self.train_on = train_on
         self.template_kwargs = dict(template_kwargs or {})
         self.history_mismatch = history_mismatch
-        self.notes: list[str] = []
         self.vocab_size = vocab_size or len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
+        # Then a call of it comes down to its backend, which is a quarter faster for short rows.
+        self._is_plain = (
+            getattr(type(tokenizer), "_encode_plus", None) is getattr(PreTrainedTokenizerFast, "_encode_plus", self)
+            and not getattr(tokenizer, "split_special_tokens", False)
+            and not tokenizer.backend_tokenizer.encode_special_tokens
+        )
         self._control = None if allow_control_tokens else ControlTokens(tokenizer, free_tokens)
-        self._neutralised = False
         self.bos: list[int] = self._added_in_front()
-        self._chat_template = chat_template
-        self._templates: dict[str, Template] = {}
+        self._given, self._chat_template = chat_template, chat_template
+        self._allow = [allow_control_tokens, *free_tokens]
+        self._forget()
 
     @property
     def template(self) -> str | dict[str, str] | None:
         """The chat template in use, to be exported with the model; None where there is none and no chat row asked for one."""
         return self._chat_template or self.tokenizer.chat_template
 
+    def _forget(self) -> None:
+        self._templates: dict[str, Template] = {}
+        self._learned: set[str] = set()
+        self._notes: dict[str, str] = {}
+
+    def fresh(self) -> "Renderer":
+        """This renderer as it was before it saw a row, so that what rows teach depends on those rows alone."""
+        other = copy(self)
+        other._chat_template = self._given
+        other._forget()
+        return other
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """All that decides over what it makes of a row, but for the tokenizer itself."""
+        return {
+            "train_on": self.train_on,
+            "template": self.template,
+            "template_kwargs": self.template_kwargs,
+            "history_mismatch": self.history_mismatch,
+            "control_tokens": self._allow,
+            "vocab_size": self.vocab_size,
+        }
+
+    @property
+    def lessons(self) -> Lessons:
+        """What its rows taught."""
+        own = self._chat_template if self._chat_template != self._given else None
+        return Lessons(dict(self._notes), sorted(self._stop_tokens), own)
+
+    def learn(self, lessons: Lessons) -> None:
+        """Takes over what rows taught another renderer of the same tokenizer and keys."""
+        for about, note in lessons.notes.items():
+            self._notes.setdefault(about, note)
+        self._learned.update(lessons.stop_tokens)
+        self._chat_template = lessons.chat_template or self._chat_template
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about the rendering, in the order in which rows showed it."""
+        return list(self._notes.values())
+
+    @property
+    def _stop_tokens(self) -> set[str]:
+        return self._learned.union(*(template.stop_tokens for template in self._templates.values()))
+
     @property
     def stop_ids(self) -> set[int]:
         """End-of-turn tokens that were proven so far, and eos."""
-        tokens = {token for template in self._templates.values() for token in template.stop_tokens}
+        tokens = self._stop_tokens
         ids = {cast(int, self.tokenizer.convert_tokens_to_ids(token)) for token in tokens}
         return ids | ({self.eos} if self.eos is not None else set())
+
+    @cached_property
+    def control_ids(self) -> set[int]:
+        """Eos and every added token."""
+        return {*self.tokenizer.added_tokens_decoder, *([] if self.eos is None else [self.eos])}
 
     def samples(self, conv: Conversation) -> list[Sample]:
         """What is trained of one row: itself, but where the template alters earlier turns (as by leaving out their reasoning)
@@ -198,9 +267,14 @@ class Renderer:
                 raise RowError("not tokens", f"{name} holds {wrong}; the model has ids 0 to {self.vocab_size - 1}")
         return list(conv.input_ids), list(labels)
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+    def _encode(self, text: str) -> tuple[list[int], Offsets]:
         """Ids and the characters [start, end) that each came from, without bos or eos of the tokenizer's own."""
+        backend = self.tokenizer.backend_tokenizer
         try:
+            if self._is_plain and backend.truncation is None and backend.padding is None:
+                encoding = backend.encode(text, add_special_tokens=False)
+                # Normalizers may put characters in another order, as NFC does with accents; none does so with ASCII.
+                return encoding.ids, encoding if backend.normalizer is None or text.isascii() else encoding.offsets
             out = self.tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
             )
@@ -215,7 +289,7 @@ class Renderer:
         parts = [hide(m, template.parsed if m["role"] == "assistant" else frozenset()) for m in messages]
         return parts, hide(tools)
 
-    def _encode_hidden(self, hidden: str, original: str) -> tuple[list[int], list[Span]]:
+    def _encode_hidden(self, hidden: str, original: str) -> tuple[list[int], Offsets]:
         assert self._control is not None
         if self._control.unhide(hidden) != original:
             raise RowError("control tokens", f"the chat template does more than write them where a text spells them; {ALLOW}")
@@ -225,11 +299,8 @@ class Renderer:
             raise RowError("not text", "it holds half of a character, a lone surrogate like \\ud800") from error
 
     def _say_neutralised(self, token: str, source: str) -> None:
-        if not self._neutralised:
-            self._neutralised = True
-            self._say(
-                f"texts spell control tokens, as {token} at {source}: encoded as plain text (data.allow_control_tokens: false)"
-            )
+        what = "encoded as plain text (data.allow_control_tokens: false)"
+        self._say(f"texts spell control tokens, as {token} at {source}: {what}", about="spelled")
 
     def _added_in_front(self) -> list[int]:
         plain, full = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
@@ -251,42 +322,19 @@ class Renderer:
         if self.eos is None:
             what = "the tokenizer has neither a chat template nor an eos token to close turns with."
             raise DataError(what, fix="Give a template with data.chat_template.")
-        self.notes.append("the model has no chat template: swiftlite's own 'chatml-lite' is used and exported with the model")
+        self._say("the model has no chat template: swiftlite's own 'chatml-lite' is used and exported with the model")
         return ("{{ bos_token }}" if self.bos and self.bos == [self.tokenizer.bos_token_id] else "") + CHATML_LITE
 
-    def _say(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+    def _say(self, note: str, about: str = "") -> None:
+        """Notes `note`, unless one `about` the same is there, whatever it says."""
+        self._notes.setdefault(about or note, note)
 
     def _note(self, template: Template) -> None:
         shape, bos = template.shape, self.tokenizer.bos_token
         if shape.closing is None and not shape.ending_closes:
             what = "the model is taught where to stop by the next role's token, if that is one, and not by a last answer"
-            self.notes.append(f"the chat template writes no control token behind an answer: {what}")
+            self._say(f"the chat template writes no control token behind an answer: {what}")
         if shape.header.strip():
-            self.notes.append(f"the chat template writes {shape.header!r} before answers, not in its generation prompt: trained")
+            self._say(f"the chat template writes {shape.header!r} before answers, not in its generation prompt: trained")
         if self.bos and bos and "bos_token" not in template.text and bos not in template.text:
-            self.notes.append(f"the tokenizer puts {bos} in front of plain text, the chat template does not: chat rows have none")
-
-
-def label_spans(text: str, ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels that train the tokens of `spans` (characters, ascending) and no other.
-
-    A token counts by its first character that is not white space: a merge over a border (a header's newline with an
-    answer's) belongs to the side that its visible text is on.
-    """
-    labels = [IGNORE] * len(ids)
-    span, edge = 0, 0
-    for t, (start, end) in enumerate(offsets):
-        # Byte-level tokenizers with trim_offsets give a token of white space no width, at its end.
-        start, edge = (edge if start == end else start), max(edge, end)
-        word = text[start:end]
-        visible = len(word) - len(word.lstrip())
-        at = start + visible if visible < len(word) else start
-        while span < len(spans) and at >= spans[span][1]:
-            span += 1
-        if span == len(spans):
-            break
-        if at >= spans[span][0]:
-            labels[t] = ids[t]
-    return labels
+            self._say(f"the tokenizer puts {bos} in front of plain text, the chat template does not: chat rows have none")

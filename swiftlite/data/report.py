@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -11,11 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.data.findings import Findings
+from swiftlite.data.overlong import TOO_LONG
 from swiftlite.data.render import IGNORE, Sample
+from swiftlite.data.rows import Outcome
 
 LISTED_ROWS = 1000
 SHOWN_ROWS = 10
 SHOWN_CHARACTERS = 400
+# Reading goes on to here after the first bad row, so that the user learns of all mistakes of a file at once, and soon.
+BAD_ROWS_SHOWN = 20
 
 
 def share(part: int, whole: int) -> float:
@@ -41,6 +45,16 @@ class Tally:
     trained_share: float = 0.0
     token_histogram: dict[str, int] = field(default_factory=dict)
 
+    def absorb(self, other: "Tally") -> None:
+        """Adds the counts of more rows of this source."""
+        self.format = self.format or other.format
+        for name in ("read", "kept", "cut", "split", "samples", "tokens", "trained_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
+        self.trained_share = share(self.trained_tokens, self.tokens)
+        for upto, count in other.token_histogram.items():
+            self.token_histogram[upto] = self.token_histogram.get(upto, 0) + count
+
     def keep(self, sample: Sample) -> None:
         length = len(sample.input_ids)
         self.samples += 1
@@ -52,6 +66,17 @@ class Tally:
         self.token_histogram[upto] = self.token_histogram.get(upto, 0) + 1
 
 
+@dataclass(frozen=True)
+class BadOne:
+    """A row that cannot be used; `at` is its line or row number, with that word in front."""
+
+    source: str
+    at: str
+    kind: str
+    detail: str
+    excerpt: str
+
+
 @dataclass
 class Report:
     """Grows while rows are read; `as_dict` is data_report.json."""
@@ -60,8 +85,10 @@ class Report:
     train_on: str
     sources: dict[str, Tally] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
-    rows: list[dict[str, str]] = field(default_factory=list)
+    rows: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     bad: int = 0
+    first_bad: list[BadOne] = field(default_factory=list)
+    too_long: BadOne | None = None
     findings: Findings = field(default_factory=Findings)
     _listed: Counter[str] = field(default_factory=Counter)
 
@@ -73,19 +100,59 @@ class Report:
             unique = f"{name} #{n}"
         return self.sources.setdefault(unique, Tally())
 
-    def keep(self, tally: Tally, samples: Sequence[Sample]) -> None:
-        """Counts one row and what is trained of it."""
+    def add(self, outcome: Outcome, tally: Tally) -> None:
+        """Counts one row.
+
+        Args:
+            tally: of its source, as `source` gave it.
+        """
+        row = outcome.row
+        tally.read += 1
+        if outcome.bad is not None:
+            self.bad += 1
+            bad = BadOne(row.source, f"{row.unit} {row.line}", outcome.bad.kind, outcome.bad.detail, row.excerpt)
+            self.first_bad += [bad] if len(self.first_bad) < BAD_ROWS_SHOWN else []
+            self.too_long = self.too_long or (bad if bad.kind == TOO_LONG else None)
+            self.drop(bad.source, bad.kind, bad.detail, bad.excerpt)
+            return
+        if not outcome.samples:
+            self.drop(row.source, outcome.kind, outcome.detail, row.excerpt)
+            return
+        if outcome.cut:
+            tally.cut += 1
+            self.note_row(row.source, "cut", outcome.cut, row.excerpt)
         tally.kept += 1
-        tally.split += len(samples) > 1
-        for sample in samples:
+        tally.split += len(outcome.samples) > 1
+        for sample in outcome.samples:
             tally.keep(sample)
-        self.findings.keep(samples)
+        self.findings.keep(outcome.samples)
+        if outcome.findings:
+            self.findings.note(row.source, outcome.findings)
+
+    def absorb(self, other: "Report", tally: Tally) -> None:
+        """Counts the rows that `other` counted, which follow those of this report and are of one source.
+
+        Args:
+            tally: of that source.
+        """
+        for counts in other.sources.values():
+            tally.absorb(counts)
+        self.bad += other.bad
+        self.first_bad += other.first_bad[: BAD_ROWS_SHOWN - len(self.first_bad)]
+        self.too_long = self.too_long or other.too_long
+        self.dropped.update(other.dropped)
+        for kind, row in other.rows:
+            self._list(kind, row)
+        self.findings.absorb(other.findings)
 
     def note_row(self, source: str, kind: str, detail: str, text: str) -> None:
         """Lists a row that was dropped or cut; beyond LISTED_ROWS of a kind only the counts grow."""
+        self._list(kind, {"source": source, "reason": f"{kind}: {detail}" if detail else kind, "text": text})
+
+    def _list(self, kind: str, row: dict[str, str]) -> None:
         self._listed[kind] += 1
         if self._listed[kind] <= LISTED_ROWS:
-            self.rows.append({"source": source, "reason": f"{kind}: {detail}" if detail else kind, "text": text})
+            self.rows.append((kind, row))
 
     def drop(self, source: str, kind: str, detail: str, text: str) -> None:
         self.dropped[kind] += 1
@@ -116,7 +183,7 @@ class Report:
             "train_on": self.train_on,
             "sources": {name: asdict(tally) for name, tally in self.sources.items()},
             "notes": list(notes),
-            "rows": self.rows,
+            "rows": [row for _, row in self.rows],
             "rows_not_listed": sum(self.dropped.values()) + totals["cut"] - len(self.rows),
         }
 
@@ -155,7 +222,7 @@ def preview(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, *, co
     return "\n".join(shown)
 
 
-def dump(units: Sequence[Sequence[Sample]], path: str | Path) -> None:
+def dump(units: Iterable[Sequence[Sample]], path: str | Path) -> None:
     """One JSON line per training row or pack: input_ids, labels, position_ids, and source, the `file:line` of each piece."""
     with open(path, "w", encoding="utf-8") as out:
         for unit in units:

@@ -7,7 +7,7 @@ between them is the turn, exactly as inference would have to write it. A row wit
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.data.formats import RowError
+from swiftlite.data.labels import Span
 from swiftlite.recipe.errors import RecipeError, nearest
 
 Message = dict[str, Any]
@@ -27,7 +29,9 @@ class AlteredError(RowError):
     """An assistant turn reads otherwise as the last message than inside the conversation."""
 
 
-Span = tuple[int, int]  # characters [start, end) of the full rendering
+# What render_jinja_template renders with, after it has copied all data into plain types: a third of the time of preparing a row,
+# and for nothing where messages are roles and contents alone.
+_compiled: Callable[[str], Any] | None = getattr(chat_template_utils, "_compile_jinja_template", None)
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ["reasoning_content", "reasoning", "thinking"]
@@ -86,6 +90,7 @@ class Template:
         self.text = text
         self.marked = bool(MARKER.search(text))
         self.variables = {**tokenizer.special_tokens_map, **variables}
+        self._simple = all(type(v) in (str, int, bool) for v in self.variables.values())
         for name in variables:
             words = set(re.findall(r"[A-Za-z_]\w*", text))
             if name not in words:
@@ -157,6 +162,9 @@ class Template:
 
     def _jinja(self, messages: Sequence[Message], tools: Any, prompt: bool, spans: bool) -> tuple[str, list[Span]]:
         try:
+            if _compiled and not spans and tools is None and self._simple and all(_is_plain(m) for m in messages):
+                known = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
+                return _compiled(self.text).render(**known, **self.variables), []
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
@@ -363,6 +371,10 @@ class Template:
         if found.group() in self._special or (self.shape.closing or "").endswith(found.group()):
             self.stop_tokens.add(found.group())
         return start, start + found.end()
+
+
+def _is_plain(message: Message) -> bool:
+    return len(message) == 2 and type(message.get("content")) is str and type(message.get("role")) is str
 
 
 def trainable(messages: Sequence[Message]) -> list[int]:

@@ -26,18 +26,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
+def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part, and where it begins in the whole tensor."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
 def part_of(full: Tensor, model: Tensor) -> Tensor:
     """This rank's rows of `full`, which has the global shape of `model`: a view; all of it where `model` is not sharded."""
     if not isinstance(model, DTensor):
         return full
-    shape, offset = compute_local_shape_and_global_offset(model.shape, model.device_mesh, model.placements)
+    shape, offset = place_of(model)
     return full[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-
-
-def laid_out(full: Tensor, model: Tensor) -> Tensor:
-    """`full` sharded as `model` is, on its device."""
-    part = part_of(full, model).to(local(model).device)
-    return with_local(part, model) if isinstance(model, DTensor) else part
 
 
 def copy_into(target: Tensor, full: Tensor) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swiftlite.dist.world import is_main
 from swiftlite.export import report
 from swiftlite.export.folder import check_target, staged
+from swiftlite.export.ranks import on_first_rank
 from swiftlite.export.reload import logits_of
 from swiftlite.export.trained import Exporter, Trained
 from swiftlite.export.verify import compare, prompt_rows, tolerance
@@ -31,16 +33,18 @@ def check(trained: Trained, formats: Sequence[str], section: ExportSection, outp
 
 def export_all(trained: Trained, formats: Sequence[str], section: ExportSection, output: Path) -> list[report.Part]:
     """Writes OUTPUT/<format> for each format and OUTPUT/export_report.json. A folder has its name only once it is proven.
+    All ranks must call; the first one writes.
 
     Returns:
-        One report a format; `report.lines` makes text of it.
+        One report a format, on the first rank; `report.lines` makes text of it.
 
     Raises:
         RecipeError: see `check`.
         ModelError: an export differs from the trained model; its folder is gone, an earlier one is left as it was.
         DiskFullError: the disk is full; as for ModelError.
     """
-    check(trained, formats, section, output)
+    if is_main():
+        check(trained, formats, section, output)
     if not formats:
         return []
     rows = prompt_rows(trained.prompts)
@@ -50,13 +54,10 @@ def export_all(trained: Trained, formats: Sequence[str], section: ExportSection,
     trained.model.train(False)  # dropout off
     try:
         logits = list(map(logits_of(trained.model), rows))
-        parts: list[report.Part] = []
-        for name in formats:
-            parts.append(_export(trained, name, section, output, list(zip(rows, logits, strict=True))))
-            gc.collect()  # the second model
+        expected = list(zip(rows, logits, strict=True))
+        return on_first_rank(trained, lambda: [_export(trained, name, section, output, expected) for name in formats]) or []
     finally:
         trained.model.train(training)
-    return parts
 
 
 def _export(
@@ -71,6 +72,7 @@ def _export(
         found = compare([logits for _, logits in expected], (forward(row) for row, _ in expected))
         part = report.part(name, target, folder, written, found, tolerance(trained.compute_dtype, written.dtype), faults)
         report.save(output, [part])
+        gc.collect()  # the second model
         if part["verdict"] != "verified":
             fault = f"the export {name} is not the trained model: {report.why(part)}"
             raise ModelError(fault, where=target, fix=f"See {output / report.NAME}.")

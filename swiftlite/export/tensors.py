@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -43,7 +43,17 @@ def pieces(model: nn.Module) -> list[Piece]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return list(_walk(model, ""))
+    found = list(_walk(model, ""))
+    announce = getattr(model, "swiftlite_announce", None)  # the other ranks are to take part in a read, see export.ranks
+    return found if announce is None else [replace(p, read=_announced(p.read, announce, i)) for i, p in enumerate(found)]
+
+
+def _announced(read: Callable[[], dict[str, Tensor]], announce: Callable[[int], Any], number: int) -> Callable[[], dict[str, Tensor]]:
+    def both() -> dict[str, Tensor]:
+        announce(number)
+        return read()
+
+    return both
 
 
 def blocks(model: nn.Module, skip: Set[str] = frozenset()) -> Iterator[dict[str, Tensor]]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
 from transformers.utils import logging as hf_logging
 
+from swiftlite.dist.checkpoint import Saved
 from swiftlite.models.adapter_files import slots
 from swiftlite.models.adapters import inject, load_adapter_weights
 from swiftlite.models.build import DTYPES
@@ -105,12 +105,11 @@ def load_full(model: Any, folder: Path) -> None:
     Raises:
         ModelError: a weight has no place in the model.
     """
-    file, parameters = folder / "trainable.safetensors", dict(model.named_parameters(remove_duplicate=False))
-    with safe_open(file, "pt") as tensors:
-        for name in tensors.keys():
-            tensor = tensors.get_tensor(name)
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                what = f"{name} {list(tensor.shape)} has no place in {type(model).__name__}"
-                raise ModelError(what, where=file, fix="Name the base it was trained on with --base MODEL.")
-            with torch.no_grad():
-                parameters[name].copy_(tensor)
+    saved, parameters = Saved(folder), dict(model.named_parameters(remove_duplicate=False))
+    for name in saved.names("trainable"):
+        shape = saved.shape("trainable", name)
+        if name not in parameters or list(parameters[name].shape) != shape:
+            what = f"{name} {shape} has no place in {type(model).__name__}"
+            raise ModelError(what, where=folder, fix="Name the base it was trained on with --base MODEL.")
+        with torch.no_grad():
+            parameters[name].copy_(saved.rows("trainable", name))

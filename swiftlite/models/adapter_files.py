@@ -21,6 +21,7 @@ from swiftlite.models.placing import fill
 from swiftlite.recipe.errors import ModelError
 
 ADAPTER = "default"
+ADAPTER_READ = -2  # what is announced before the reads of all adapter tensors
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # What activation checkpointing and compilation put into module names.
@@ -197,6 +198,9 @@ def adapter_state(peft: PeftModel) -> dict[str, Tensor]:
     The same keys as peft's get_peft_model_state_dict, without its habit of adding whole embeddings.
     """
     root = peft.base_model.model
+    announce = getattr(root, "swiftlite_announce", None)  # see export.ranks
+    if announce is not None:
+        announce(ADAPTER_READ)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation the root still holds gathered copies in the compute type

@@ -1,5 +1,6 @@
 """Builds a model in one written order; every step says why it stands where it does."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from swiftlite.dist import shard as sharding
+from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
-from swiftlite.models import adapters, head, isolation, weights
+from swiftlite.models import adapters, head, isolation, varlen, weights
+from swiftlite.models.blocks import wrap_blocks
 from swiftlite.models.balance import Balance, balance_of
-from swiftlite.models.families.family import Family
+from swiftlite.models.families.family import Family, class_name, count, name_of
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.neftune import add_noise
 from swiftlite.models.sources import ModelFiles, open_weights
@@ -126,9 +129,11 @@ def skeleton(
     else:
         adapters.select_trainable(root, recipe.train.trainable, family)
     # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them.
+    # With an offloaded optimizer the masters of the base's own weights are in host memory, made from the base's values.
+    kept = precision.compute if recipe.strategy.offload == "optimizer" and recipe.lora is None else precision.master
     for parameter in root.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(precision.master)
+            parameter.data = parameter.data.to(kept)
     return built
 
 
@@ -169,6 +174,24 @@ def _grow(root: Any, tensors: dict[str, Any], rows: int, seed: int) -> dict[str,
     return {n: _Grown(t, rows, seed) if grows(n) and next(iter(t.get_shape())) == old else t for n, t in tensors.items()}
 
 
+def alone(built: Built) -> list[str]:
+    """What is sharded one by one beside the blocks: other repeated layers, as of a vision tower, and the embedding, where it is
+    tied to nothing (tied weights must be gathered together, with the root)."""
+    root, embedding = built.root, built.root.get_input_embeddings()
+    own = {id(p) for p in embedding.parameters()}
+    shared = any(id(p) in own for n, p in root.named_parameters(remove_duplicate=False) if root.get_submodule(n.rpartition(".")[0]) not in set(embedding.modules()))
+    return built.family.other_blocks(root) + ([] if shared else [name_of(root, embedding)])
+
+
+def groups(built: Built) -> list[str]:
+    """What is gathered together when the model is spread over ranks: like groups in one line, with their sizes."""
+    names, modules = [*built.blocks, *alone(built)], dict(built.root.named_modules())
+    sizes = Counter((class_name(modules[n]), count(modules[n].parameters())) for n in names)
+    rest = count(built.root.parameters()) - sum(number * times for (_, number), times in sizes.items())
+    shown = [f"{times} x {name} of {number:,}" for (name, number), times in sizes.items()]
+    return [f"groups    {', '.join(shown)}; the rest, {rest:,}, with the root"]
+
+
 def build(
     files: ModelFiles,
     recipe: Recipe,
@@ -177,7 +200,8 @@ def build(
     precision: Precision,
     strategy: Strategy,
     device: torch.device,
-    checkpointing: bool,
+    checkpointing: str,
+    compiled: bool = False,
 ) -> tuple[Built, World]:
     """The model ready to train, and the ranks it lives on. World size 1 takes the same road as any other.
 
@@ -186,42 +210,38 @@ def build(
     """
     built = skeleton(files, recipe, tokenizer, precision, device)
     root = built.root
-    # 4. Activation checkpointing before sharding, so that recomputation gathers weights through the same hooks.
-    if checkpointing:
-        root.gradient_checkpointing_enable({"use_reentrant": False})
-    # 5. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
+    # 4. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
     head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance))
     isolation.attach(root)
+    varlen.attach(root)
     if recipe.train.neftune_noise_alpha:
         add_noise(root, recipe.train.neftune_noise_alpha)
     mapping = weights.conversions(root)
-    # 6. Shard while nothing has memory.
-    wrap = sharding.needs_wrap(root, strategy, precision.compute)
-    world = join(device, wrap)
+    # 5. Shard while nothing has memory.
+    spread = recipe.strategy
+    wrap = sharding.needs_wrap(root, strategy, precision.compute, ranks().size)
+    world = join(device, strategy, wrap=wrap, shard=spread.shard, timeout_s=spread.timeout_s)
     if wrap:
-        reduce_dtype = DTYPES[recipe.strategy.reduce_dtype]
+        how = sharding.Sharding(precision.compute, DTYPES[spread.reduce_dtype], spread.offload == "params", spread.prefetch)
+        own = alone(built)
         sharding.shard(
-            root,
-            built.blocks,
-            strategy,
-            world,
-            compute_dtype=precision.compute,
-            reduce_dtype=reduce_dtype,
-            forward_methods=head.METHODS + isolation.METHODS,
+            root, built.blocks, strategy, world, how, alone=own, forward_methods=head.METHODS + isolation.METHODS
         )
-    # 7. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
+    # Offloaded weights wait in host memory and are fetched to the device by FSDP2; what it does not know of lives there always.
+    home = torch.device("cpu") if wrap and how.offload else device
+    # 6. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
     tensors = open_weights(files)
     if built.new_rows:
         tensors = _grow(root, dict(tensors), built.new_rows, recipe.seed)
-    built.notes += weights.stream(root, tensors, mapping, device, files.folder)
+    built.notes += weights.stream(root, tensors, mapping, home, files.folder)
     if built.peft is not None:
-        adapters.init_adapters(built.peft, recipe.lora, recipe.seed, device)
+        adapters.init_adapters(built.peft, recipe.lora, recipe.seed, home)
         if recipe.model.adapter:
-            adapters.load_adapter_weights(built.peft, recipe.model.adapter, device)
-    # 8. What no file holds.
+            adapters.load_adapter_weights(built.peft, recipe.model.adapter, home)
+    # 7. What no file holds.
     weights.materialise_buffers(root, device)
     weights.require_loaded(root)
-    # 9. Where a class does more to its logits than we know, its own forward makes the loss. Without dropout and noise: compared.
+    # 8. Where a class does more to its logits than we know, its own forward makes the loss. Without dropout and noise: compared.
     root.eval()
     ids = torch.arange(8, device=device)[None] % root.config.get_text_config().vocab_size
     if (note := head.verify(root, built.family.inputs({"input_ids": ids}))) is not None:
@@ -230,6 +250,8 @@ def build(
         isolation.require(root, built.family, key, device)
     root.train()
     sharding.reshard(root)
+    # 9. Last, so that the short rows of the trials above compile nothing.
+    wrap_blocks(root, built.blocks, checkpointing, compiled)
     return built, world
 
 

@@ -146,9 +146,10 @@ def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor, mask: Tensor |
     targets = labels[:, 1:]
     keep = targets != IGNORE
     values = outputs.logits if root.swiftlite_head is None else outputs.last_hidden_state
-    # A batch without trained tokens still runs the body, so that every rank makes the same collectives; its sum is 0.
+    # A batch without trained tokens still runs body and head, on one position that counts nothing: the ranks of a sharded model
+    # sum the same gradients, the head's too.
     if not bool(keep.any()):
-        return values[:, :1].float().sum() * 0.0
+        return _nll(root, values[:, 0][:1], targets[:1, 0].clamp_min(0), added.smoothing) * 0.0
     total = _nll(root, values[:, :-1][keep], targets[keep], added.smoothing)
     return total + keep.sum() * added.balance(outputs.router_logits, mask) if added.balance else total
 

@@ -123,6 +123,10 @@ def materialise_buffers(root: Any, device: torch.device) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = True
             root._init_weights(module)
+        for module in root.modules():  # saved ones were read to where the weights are, which may be host memory
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
 
 
 def require_loaded(root: nn.Module) -> None:

@@ -74,7 +74,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "rslora": "use_rslora",
         "dora": "use_dora",
     },
-    "strategy": {"strategy": "name"},
+    "strategy": {"strategy": "name", "deepspeed": "config", "deepspeed_config": "config", "ds_config": "config"},
     "train": {
         "epochs": "num_train_epochs",
         "num_epochs": "num_train_epochs",
@@ -127,7 +127,10 @@ VALUES: dict[str, dict[str, Scalar]] = {
     "data.overlong": {"delete": "drop", "right": "truncate", "raise": "error"},
     "lora.target_modules": {"all": "all-linear"},
     "lora.init": {"true": "default"},
-    "strategy.name": _FROM_OFF | {"fsdp2": "fsdp"},
+    "strategy.name": _FROM_OFF
+    | {"fsdp2": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp", "shard_grad_op": "zero2"}
+    | {f"{prefix}{n}": f"zero{n}" for n in (1, 2, 3) for prefix in ("deepspeed_zero", "zero_", "zero-", "stage")}
+    | {"deepspeed_zero0": "ddp", "zero0": "ddp", "stage0": "ddp", "multi_gpu": "ddp"},
     "train.precision": _DTYPES | dict.fromkeys(("false", "no", "off", "none"), "fp32"),
     "train.gradient_checkpointing": _FROM_OFF | {"true": "full"},
     "train.optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from swiftlite.recipe import aliases
+from swiftlite.recipe import aliases, deepspeed
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.keys import keys
 from swiftlite.recipe.overrides import override
@@ -38,11 +38,12 @@ def load_recipe(path_or_name: str, overrides: Sequence[str] = (), *, run_plugins
     for text in overrides:
         override(root, text, faults, notes)
     written = expand(root, faults)
+    mapped = deepspeed.apply(root, faults, notes)
     recipe = validate(root, faults)
     faults.raise_any()
     assert recipe is not None
     recipe._written.update(written)
-    origins = dict.fromkeys((key for key in keys() if "[]" not in key), "default") | dict(_origins(root, ""))
+    origins = dict.fromkeys((key for key in keys() if "[]" not in key), "default") | dict(_origins(root, "")) | mapped
     places = [origins.get(f"plugins.{i}", origins["plugins"]) for i in range(len(recipe.plugins))]
     plugins = load_plugins(recipe.plugins, places) if run_plugins else ()
     install(plugins)

@@ -30,7 +30,7 @@ from swiftlite.recipe.errors import RecipeError
 # What the rest of the toolkit asks of a row's object.
 _NEEDED = {
     "FAMILIES": ("blocks", "parts", "inputs"),
-    "STRATEGIES": ("sharded", "reshard_after_forward"),
+    "STRATEGIES": ("sharded", "mesh", "reshard", "reduce"),
     "FORMATS": ("name", "needs", "takes", "parse"),
     "OBJECTIVES": ("name", "weight", "loss_sum"),
     "EXPORTERS": ("name", "check", "write", "reload"),

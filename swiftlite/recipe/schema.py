@@ -18,8 +18,12 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(False, description="Run Python code shipped inside the model folder.")
     add_tokens: list[str] = Field([], description="Tokens to add; `<...>` and `[...]` forms become special tokens.")
     config_overrides: dict[str, Any] = Field({}, description="Values that replace keys of the model's config.json.")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        "auto", description="Attention backend; auto takes the fastest one that is right for the family."
+    attn_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"
+    ] = Field(
+        "auto",
+        description="Attention backend; auto takes the fastest one that is right for the family. varlen: torch's own kernel for "
+        "joined rows of any length.",
     )
 
 
@@ -35,6 +39,7 @@ class DataSource(Section):
     columns: dict[str, str] | None = Field(None, description="Column names of this source; default: data.columns.")
     sample: PositiveInt | None = Field(None, description="Take this many rows, drawn with the recipe's seed.")
     system: str | None = Field(None, description="System prompt for rows of this source that have none.")
+    weight: PositiveFloat = Field(1, description="How often its rows come in an epoch; of a fraction, that share of them.")
 
 
 class DataSection(Section):
@@ -70,8 +75,20 @@ class DataSection(Section):
         "split",
         description="Rows whose earlier turns the template alters: a row for each question's answers, the last only, or refused.",
     )
+    streaming: bool = Field(
+        False, description="Read training rows on the way instead of preparing all before step 1; needs train.max_steps."
+    )
+    stream_shards: PositiveInt = Field(
+        64, description="Logical streams that rows come from in turn, dealt to the ranks: best a multiple of their number."
+    )
+    shuffle_buffer_size: PositiveInt = Field(
+        10000, description="Rows that are mixed at a time when streaming, over all streams; packs are made of one stream's."
+    )
+    num_workers: NonNegativeInt = Field(2, description="Threads that prepare the coming steps while one trains; 0: none.")
     on_bad_rows: Literal["error", "skip"] = Field("error", description="Stop at a row that cannot be used, or skip and count it.")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="With on_bad_rows skip: stop above this share of bad rows.")
+    num_proc: PositiveInt | None = Field(None, description="Processes that prepare rows. Default: cores.")
+    cache_dir: str | None = Field(None, description="Folder of prepared rows, kept between runs. Default ~/.cache/swiftlite/data.")
 
 
 class LoraSection(Section):
@@ -93,9 +110,17 @@ class LoraSection(Section):
 
 
 class StrategySection(Section):
-    name: str | None = Field(None, description="none or fsdp; default none on one process.")
+    name: str | None = Field(None, description="How the model is spread over ranks. Default none on one process, else fsdp.")
+    shard: PositiveInt | None = Field(None, description="Ranks of one sharding group of hsdp. Default the ranks of a host.")
+    offload: Literal["none", "optimizer", "params"] = Field(
+        "none",
+        description="Into host memory: optimizer (its state and fp32 masters; it runs there), or params (weights and gradients too).",
+    )
+    prefetch: PositiveInt = Field(1, description="Blocks gathered ahead of the one that computes.")
+    timeout_s: PositiveInt = Field(600, description="Seconds without a sign from a rank after which the run ends.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Data type in which gradients are summed over ranks.")
     wrap: list[str] = Field([], description="Block class names to shard, where the family's own are not wanted.")
+    config: str | None = Field(None, description="A DeepSpeed JSON, read into keys of the recipe; comments are allowed.")
 
 
 class TrainSection(Section):
@@ -124,8 +149,13 @@ class TrainSection(Section):
         description="Compute type; trainable weights stay fp32 but for bf16_pure. auto: bf16 where the GPU has it, else fp32.",
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="Where to train.")
-    gradient_checkpointing: Literal["none", "full"] | None = Field(
-        None, description="Recompute activations of each block in the backward pass. Default full on a GPU, none on a CPU."
+    gradient_checkpointing: Literal["none", "selective", "full"] | None = Field(
+        None,
+        description="Compute activations of each block again in the backward pass; selective keeps attention and half of the "
+        "matrix products. Default full on a GPU, none on a CPU.",
+    )
+    torch_compile: Literal["auto"] | bool = Field(
+        "auto", description="Compile each block; auto: on a GPU where rows are packed, and so have one shape."
     )
     label_smoothing_factor: float = Field(
         0.0, ge=0, lt=1, description="Share of each target spread over the vocabulary; evaluation is without it."
@@ -171,6 +201,9 @@ class CheckpointSection(Section):
         2, description="Checkpoints kept, newest first; the best one is kept beside them."
     )
     metric_for_best_model: str = Field("eval_loss", description="The metric (lower is better) that names the best checkpoint.")
+    async_save: bool | None = Field(
+        None, description="Write checkpoints while training goes on; it stops only to copy them. Default on a GPU."
+    )
     save_only_model: bool = Field(False, description="Leave optimizer state out; such a checkpoint cannot be resumed.")
     resume: str | None = Field(None, description="auto (newest complete checkpoint) or a checkpoint folder.")
 

@@ -27,7 +27,12 @@ FAMILIES: Table = {
 }
 STRATEGIES: Table = {
     "none": Row("one process, nothing sharded", "swiftlite.dist.strategies:NONE"),
-    "fsdp": Row("FSDP2: parameters, gradients and optimizer sharded over all ranks", "swiftlite.dist.strategies:FSDP"),
+    "ddp": Row("the whole model on every rank, gradients summed once a step", "swiftlite.dist.strategies:DDP"),
+    "fsdp": Row("FSDP2: weights, gradients and optimizer sharded over all ranks", "swiftlite.dist.strategies:FSDP"),
+    "zero1": Row("optimizer sharded; gradients summed once a step", "swiftlite.dist.strategies:ZERO1"),
+    "zero2": Row("optimizer and gradients sharded; weights whole during a step", "swiftlite.dist.strategies:ZERO2"),
+    "zero3": Row("as fsdp, and the head is gathered anew for the backward pass too", "swiftlite.dist.strategies:ZERO3"),
+    "hsdp": Row("sharded inside groups of strategy.shard ranks, the same in every group", "swiftlite.dist.strategies:HSDP"),
 }
 FORMATS: Table = {
     "messages": Row("messages: [{role, content}]", "swiftlite.data.formats:MESSAGES"),

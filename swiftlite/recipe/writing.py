@@ -46,7 +46,8 @@ def dump_yaml(recipe: Recipe) -> str:
     """A resolved recipe as YAML that loads to the same run."""
     # Accumulation follows from the two batch sizes and the world size; written out it would bind a run to its world size.
     # A metric where nothing is evaluated or saved is refused, as nothing could come of it.
-    left_out = {"gradient_accumulation_steps"}
+    # What a DeepSpeed JSON said is in the keys; a run must not need that file again.
+    left_out = {"gradient_accumulation_steps", "config"}
     if "no" in (recipe.eval.eval_strategy, recipe.checkpoint.save_strategy):
         left_out.add("metric_for_best_model")
     lines = []

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.data import findings
+from swiftlite.data.loader import Loader
 from swiftlite.data.report import dump as dump_rows
 from swiftlite.data.report import preview
 from swiftlite.data.report import table as rows_table
+from swiftlite.data.streaming import Stream
 from swiftlite.export.folder import check_target
 from swiftlite.models.adapters import coverage
 from swiftlite.models.build import skeleton
@@ -41,18 +43,22 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
     for name, report in plan.reports.items():
         # The notes are among those at the end.
         console.line("\n".join([rows_table({**report, "notes": []}, name), *findings.lines(report), ""]))
+    if isinstance(plan.loader, Stream):
+        console.line(f"train rows are {plan.loader.about}\n")
     colour = console.rich.is_terminal
     console.line(f"the first rows as the model gets them, trained tokens {'in green' if colour else 'between {+ and +}'}")
     console.line(preview(plan.train.samples, plan.tokenizer, colour=colour).rstrip("\n") + "\n")
     for text in [*covered.lines(), *plan.step_lines(), *memory.lines(), *(f"note: {n}" for n in notes)]:
         console.line(text)
     if dump is not None:
-        samples, packed = plan.train.samples, plan.loader.capacity is not None
-        units = [[samples[i] for i in unit] for unit in plan.loader.units(0)] if packed else [[s] for s in samples]
-        dump_rows(units, dump)
+        # Of a stream the first rows, not packed.
+        samples, loader = plan.train.samples, plan.loader
+        packed = isinstance(loader, Loader) and loader.capacity is not None
+        units = loader.units(0) if packed else [[i] for i in range(len(samples))]
+        dump_rows(([samples[i] for i in unit] for unit in units), dump)
         console.line(f"dumped    {len(units):,} {'packs' if packed else 'rows'} to {dump}")
     return {
-        "rows": len(plan.train.samples),
+        "rows": None if isinstance(plan.loader, Stream) else len(plan.train.samples),
         "steps": plan.schedule.total,
         "steps_per_epoch": plan.schedule.per_epoch,
         "warmup_steps": plan.schedule.rate.warmup,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from swiftlite.data.loader import MicroBatch
 from swiftlite.dist.gradients import clip, global_norm
-from swiftlite.dist.shard import reshard
+from swiftlite.dist.shard import begin_micro_batch, reshard
 from swiftlite.recipe.errors import SwiftliteError
+from swiftlite.train.offload import OffloadedOptimizer
 from swiftlite.train.run import Run
 
 
@@ -45,9 +46,10 @@ def fit(run: Run) -> None:
         run.record(report)
         if run.schedule.eval_due(run.step) and run.plan.evals:
             evaluate(run)
+        run.agree()
         if run.save_due():
             run.save()
-        if run.stop.asked:
+        if run.stopping:
             raise KeyboardInterrupt
 
 
@@ -56,13 +58,16 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
     objective, world, scaler = run.objective, run.world, run.scaler
     weight = world.sum(sum(objective.weight(micro.tensors) for micro in group))[0]
     losses = []
-    for micro in group:
+    for number, micro in enumerate(group, 1):
+        begin_micro_batch(run.root, run.plan.strategy, last=number == len(group))
         loss_sum = objective.loss_sum(run.root, run.to_model(micro.tensors))
         # FSDP averages gradients over the data ranks; the sum over ranks is what is wanted.
         scaler.scale(loss_sum * (world.data_size / max(weight, 1))).backward()
         losses.append(loss_sum.detach())
+        if isinstance(run.optimizer, OffloadedOptimizer):
+            run.optimizer.collect()
     scaler.unscale_(run.optimizer)
-    gradients = [p.grad for p in run.trainable if p.grad is not None]
+    gradients = [p.grad for p in run.masters.values() if p.grad is not None]
     run.expect_all(gradients)
     norm = global_norm(gradients)
     tokens = sum(int(micro.tensors["attention_mask"].sum()) for micro in group)

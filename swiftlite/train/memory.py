@@ -13,9 +13,12 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
+from swiftlite.data.loader import Loader
+from swiftlite.dist.launch import ranks
 from swiftlite.dist.shard import needs_wrap
 from swiftlite.dist.strategies import Strategy
-from swiftlite.models.build import Built, Precision
+from swiftlite.dist.world import mesh_shape
+from swiftlite.models.build import Built, Precision, alone
 from swiftlite.models.families.family import Parts, count, inside, is_linear
 from swiftlite.models.head import CHUNK_ELEMENTS
 from swiftlite.models.weights import base_name
@@ -24,6 +27,8 @@ from swiftlite.train.optim import make_optimizer
 from swiftlite.train.plan import Plan
 
 GIB = 2**30
+# What selective checkpointing keeps of what a block's passes do.
+SELECTIVE = 0.4
 NOT_COUNTED = "attention scores (kept by eager, and by sdpa in fp32 on a GPU), the device's own libraries, fragmentation"
 
 
@@ -53,7 +58,7 @@ class MemoryPlan:
     working: int
     rows: int
     tokens: int
-    checkpointing: bool
+    checkpointing: str
     device: str
     there: int | None
 
@@ -68,7 +73,7 @@ class MemoryPlan:
             "trained weights": self.trained,
             "their gradients": self.gradients,
             "optimizer state": self.optimizer,
-            "block inputs" if self.checkpointing else "activations": self.activations,
+            "block inputs" if self.checkpointing == "full" else "activations": self.activations,
             "working memory": self.working,
         }
         there = f" of {_gib(self.there)}" if self.there else ""
@@ -84,7 +89,7 @@ class MemoryPlan:
         if not self.there or self.total <= self.there:
             return None
         fix = "a smaller train.per_device_train_batch_size or data.max_length"
-        fix += "" if self.checkpointing else ", or train.gradient_checkpointing: full,"
+        fix += "" if self.checkpointing == "full" else ", or train.gradient_checkpointing: full,"
         return f"the memory plan is above the {_gib(self.there)} GiB that {self.device} has here; {fix} needs less"
 
     def as_data(self) -> dict[str, Any]:
@@ -105,11 +110,16 @@ def _gib(size: int) -> str:
 def plan_memory(plan: Plan, built: Built) -> MemoryPlan:
     """Reckons with the longest training row of the plan, and a model whose adapters and trainable weights are in place."""
     train = plan.recipe.train
-    rows = min(train.per_device_train_batch_size, train.global_batch_size or 1, plan.loader.units_per_epoch)
+    here, spread = ranks(), plan.recipe.strategy
+    step = train.global_batch_size or 1
+    if isinstance(plan.loader, Loader):
+        step = min(step, plan.loader.units_per_epoch)
+    rows = min(train.per_device_train_batch_size, -(-step // here.size))
+    _, shards = mesh_shape(plan.strategy, here.size, spread.shard, here.local_size)
     return reckon(
         built, train, rows, plan.loader.longest,
-        precision=plan.precision, strategy=plan.strategy, checkpointing=plan.checkpointing,
-        device=plan.device,
+        precision=plan.precision, strategy=plan.strategy, checkpointing=plan.checkpointing, device=plan.device,
+        size=here.size, shards=shards, offload=spread.offload,
     )  # fmt: skip
 
 
@@ -121,10 +131,13 @@ def reckon(
     *,
     precision: Precision,
     strategy: Strategy,
-    checkpointing: bool,
+    checkpointing: str,
     device: torch.device,
+    size: int = 1,
+    shards: int = 1,
+    offload: str = "none",
 ) -> MemoryPlan:
-    """The plan for micro-batches of `rows` x `tokens` on one process."""
+    """The plan of one of `size` ranks, of which `shards` share a copy of the weights, for micro-batches of `rows` x `tokens`."""
     root, parts, compute = built.root, built.family.parts(built.root), precision.compute
     parameters = list({id(p): p for p in root.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
@@ -134,15 +147,21 @@ def reckon(
     kept = [rows * tokens * _kept_per_token(block, parts, compute) + _changed_experts(block, compute) for block in blocks]
     hidden = rows * tokens * root.get_input_embeddings().weight.shape[1] * compute.itemsize
     # A quarter is for the gradients that pass through the block: what 8B and 0.4B shapes took on an H200.
-    recomputed = round(1.25 * max(kept, default=0)) if checkpointing else 0
+    recomputed = round(1.25 * max(kept, default=0)) if checkpointing != "none" else 0
     working = max(_head_bytes(root, rows * tokens, compute), recomputed)
+    inputs, inner = hidden * len(blocks), sum(kept)
+    wrapped = needs_wrap(root, strategy, compute, size)
+    left = 0 if offload == "params" else 1  # what stays on the device between its uses
+    # Gradients that are summed over ranks at a step's last pass are whole until then.
+    whole = strategy.reduce == "last" and (train.gradient_accumulation_steps or 1) > 1
+    masters = sum(p.numel() * state_bytes(train, precision.master) for p in trained)
     return MemoryPlan(
-        frozen=_bytes(frozen),
-        trained=trained_bytes,
-        gradients=trained_bytes,
-        optimizer=sum(p.numel() * _state_bytes(train, p.dtype) for p in trained),
-        activations=hidden * len(blocks) if checkpointing else sum(kept),
-        working=working + (_copies(root, built.blocks, compute) if needs_wrap(root, strategy, compute) else 0),
+        frozen=left * _bytes(frozen) // shards,
+        trained=left * trained_bytes // shards,
+        gradients=(1 if offload == "optimizer" else left) * (4 * count(trained) if whole else trained_bytes // shards),
+        optimizer=masters // shards if offload == "none" else 0,
+        activations={"none": inner, "selective": inputs + round(SELECTIVE * inner), "full": inputs}[checkpointing],
+        working=working + (_copies(built, strategy, shards, size, compute) if wrapped else 0),
         rows=rows,
         tokens=tokens,
         checkpointing=checkpointing,
@@ -205,18 +224,27 @@ def _head_bytes(root: Any, positions: int, compute: torch.dtype) -> int:
     return chunk * vocab * (8 + narrow) + 2 * positions * width * compute.itemsize + own
 
 
-def _copies(root: nn.Module, blocks: list[str], compute: torch.dtype) -> int:
-    """What wrapping adds: trained weights in the compute type, and their gradients before they are reduced. Those outside the
-    blocks stay from the forward to the backward pass; those of a block come and go while the next one's are fetched."""
+def _copies(built: Built, strategy: Strategy, shards: int, size: int, compute: torch.dtype) -> int:
+    """What wrapping adds: gathered weights in the compute type, their gradients before they are reduced, and one buffer in fp32 in
+    which that is done. What the root holds stays from the forward to the backward pass; a block's come and go while the next one's
+    are fetched, unless the strategy keeps them."""
+    root, names = built.root, [*built.blocks, *alone(built)]
 
-    def copied(module: nn.Module) -> int:
-        return 2 * compute.itemsize * count(p for p in module.parameters() if p.requires_grad)
+    def weights(module: nn.Module) -> int:
+        return compute.itemsize * count(p for p in module.parameters() if p.requires_grad or shards > 1)
 
-    inner = [copied(root.get_submodule(name)) for name in blocks]
-    return copied(root) - sum(inner) + 2 * max(inner, default=0)
+    def gradients(module: nn.Module) -> int:
+        return compute.itemsize * count(p for p in module.parameters() if p.requires_grad)
+
+    modules = [root.get_submodule(name) for name in names]
+    inner_weights, inner_gradients = [weights(m) for m in modules], [gradients(m) for m in modules]
+    root_gradients = gradients(root) - sum(inner_gradients)
+    kept = weights(root) - (0 if strategy.reshard == "none" else sum(inner_weights) - 2 * max(inner_weights, default=0))
+    buffer = 4 * max([root_gradients, *inner_gradients]) // compute.itemsize if size > 1 else 0
+    return kept + root_gradients + 2 * max(inner_gradients, default=0) + buffer
 
 
-def _state_bytes(train: TrainSection, dtype: torch.dtype) -> int:
+def state_bytes(train: TrainSection, dtype: torch.dtype) -> int:
     """Bytes of optimizer state a weight, asked of the optimizer itself on a small matrix."""
     probe = nn.Linear(64, 64, bias=False, dtype=dtype, device="cpu")
     probe.weight.grad = torch.zeros_like(probe.weight)

@@ -1,13 +1,18 @@
 """Optimizers by name, parameter groups, and their state as named tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from swiftlite.dist.tensors import laid_out, whole
+from swiftlite.dist.checkpoint import Saved
+from swiftlite.dist.tensors import local, with_local
 from swiftlite.recipe.schema import TrainSection
+from swiftlite.train.offload import OffloadedOptimizer
+
+Optimizer = torch.optim.Optimizer | OffloadedOptimizer
 
 
 def _adamw(groups: list[dict[str, Any]], train: TrainSection, fused: bool) -> torch.optim.Optimizer:
@@ -24,36 +29,57 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSection, bool], torch
 }
 
 
-def make_optimizer(root: nn.Module, train: TrainSection) -> torch.optim.Optimizer:
-    """The optimizer over all trainable parameters. Norms, biases and every other vector are exempt from weight decay."""
+def make_optimizer(root: nn.Module, train: TrainSection, offload: str = "none") -> Optimizer:
+    """The optimizer over all trainable parameters. Norms, biases and every other vector are exempt from weight decay.
+
+    Args:
+        offload: strategy.offload; `optimizer` puts state and master weights into host memory.
+    """
     trainable = [p for p in root.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices, vectors = ([i for i, p in enumerate(trainable) if (p.ndim >= 2) == wide] for wide in (True, False))
     # No empty group: torch's own state functions trip over one.
-    return OPTIMIZERS[train.optim]([g for g in groups if g["params"]], train, trainable[0].device.type == "cuda")
+    groups = [(part, {"weight_decay": decay}) for part, decay in ((matrices, train.weight_decay), (vectors, 0.0)) if part]
+    if offload == "optimizer":
+        on_gpu = trainable[0].device.type == "cuda"  # then many weights are worth the fused kernel of the CPU
+        return OffloadedOptimizer(trainable, groups, lambda parts: OPTIMIZERS[train.optim](parts, train, on_gpu))
+    # Weights that live in host memory while the device computes are stepped there.
+    fused = trainable[0].device.type == "cuda" or offload == "params"
+    parts = [{"params": [trainable[i] for i in part], **settings} for part, settings in groups]
+    return OPTIMIZERS[train.optim](parts, train, fused)
 
 
-def state_tensors(root: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state as `<parameter name>:<state name>` -> whole tensor on the CPU."""
-    return {
-        f"{n}:{key}": whole(value).cpu() for n, p in root.named_parameters() for key, value in optimizer.state.get(p, {}).items()
-    }
+def masters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Trained weights by parameter name, as the optimizer has them: in the type that keeps small updates."""
+    named = {n: p for n, p in root.named_parameters() if p.requires_grad}
+    if isinstance(optimizer, OffloadedOptimizer):
+        return dict(zip(named, optimizer.masters, strict=True))
+    return named
 
 
-def load_state_tensors(root: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Puts back what `state_tensors` gave, on any sharding."""
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
+def state_tensors(weights: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Optimizer state as `<parameter name>:<state name>` -> tensor, sharded as the parameter is. `weights`: see `masters`."""
+    state = optimizer.state
+    return {f"{n}:{key}": value for n, p in weights.items() for key, value in state.get(p, {}).items()}
+
+
+def load_state_tensors(weights: dict[str, nn.Parameter], optimizer: Optimizer, saved: Saved) -> None:
+    """Puts back what `state_tensors` gave, on any sharding; each rank reads its own rows."""
+    keys: dict[str, list[str]] = {}
+    for name in saved.names("optimizer"):
         parameter, _, key = name.rpartition(":")
-        states.setdefault(parameter, {})[key] = value
-    for name, p in root.named_parameters():
-        if name not in states:
-            continue
-        # A fused optimizer counts its steps on the device; load_state_dict would know, but not of DTensors.
-        fused = any(g.get("fused") for g in optimizer.param_groups)
-        optimizer.state[p] = {
-            k: laid_out(v, p) if v.shape == p.shape and k != "step" else v.to(p.device if fused else "cpu")
-            for k, v in states[name].items()
-        }
+        keys.setdefault(parameter, []).append(key)
+    # A fused optimizer counts its steps on the device; load_state_dict would know, but not of DTensors.
+    fused = any(g.get("fused") for g in optimizer.param_groups)
+    for name, p in weights.items():
+        state = {}
+        for key in keys.get(name, []):
+            full = f"{name}:{key}"
+            if key != "step" and saved.shape("optimizer", full) == list(p.shape):
+                part = saved.part("optimizer", full, p).to(local(p).device)
+                state[key] = with_local(part, p) if isinstance(p, DTensor) else part
+            else:
+                state[key] = saved.rows("optimizer", full).to(local(p).device if fused else "cpu")
+        if state and isinstance(optimizer, OffloadedOptimizer):
+            optimizer.set_state(p, state)
+        elif state:
+            optimizer.state[p] = state

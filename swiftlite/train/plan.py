@@ -1,7 +1,6 @@
 """Everything that can be known before the model is built: sources, data, steps. `swiftlite check` stops here."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.data.loader import Loader
 from swiftlite.data.prepare import Prepared, prepare
 from swiftlite.data.render import Renderer, Sample
+from swiftlite.data.store import highest_id
+from swiftlite.data.streaming import Stream, check_keys
 from swiftlite.data.template import template_text
 from swiftlite.dist import checkpoint
+from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
 from swiftlite.models.build import Precision, load_config
@@ -25,6 +27,9 @@ from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.plugins import install
 from swiftlite.recipe.schema import Recipe
 from swiftlite.train.schedule import Schedule
+
+# Of a stream these are shown, and exports are compared on them.
+FIRST_ROWS = 4
 
 
 @dataclass
@@ -38,9 +43,10 @@ class Plan:
     device: torch.device
     precision: Precision
     strategy: Strategy
-    checkpointing: bool
+    checkpointing: str
+    compiled: bool
     train: Prepared
-    loader: Loader
+    loader: Loader | Stream
     evals: dict[str, Loader]
     schedule: Schedule
     reports: dict[str, Any]
@@ -65,18 +71,25 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The start of a run for a person: what is trained on what, for how long."""
-        recipe, samples = self.recipe, self.train.samples
-        trained = sum(s.trained for s in samples)
-        tokens = sum(len(s.input_ids) for s in samples)
+        recipe = self.recipe
         return [
             f"model     {recipe.model.name} on {self.device.type}, {self.precision.name}, strategy {self.strategy.name}"
-            + (", activation checkpointing" if self.checkpointing else ""),
-            f"data      {len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%})"
-            + (f" in {self.loader.units_per_epoch:,} packs, {self.loader.fill:.1%} full" if self.loader.capacity else "")
+            + ("" if self.checkpointing == "none" else f", {self.checkpointing} activation checkpointing")
+            + (", compiled blocks" if self.compiled else ""),
+            f"data      {self._rows_line()}"
             + "".join(f"; {name}: {len(loader.samples):,} rows" for name, loader in self.evals.items()),
             *self.step_lines(),
             f"output    {self.output}",
         ]
+
+    def _rows_line(self) -> str:
+        loader, samples = self.loader, self.train.samples
+        if isinstance(loader, Stream):
+            return loader.about
+        trained, tokens = int(samples.trained.sum()), int(samples.lengths.sum())
+        cached = f", from the cache {self.train.cached}" if self.train.cached else ""
+        packed = f" in {loader.units_per_epoch:,} packs, {loader.fill:.1%} full" if loader.capacity else ""
+        return f"{len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%}){packed}{cached}"
 
     def step_lines(self) -> list[str]:
         """How many steps of what size, at what rate, and when something happens between them."""
@@ -87,8 +100,9 @@ class Plan:
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
         exports = ", ".join(self.recipe.export.formats or []) or "nothing"
+        an_epoch = "" if isinstance(self.loader, Stream) else f" ({schedule.per_epoch:,} an epoch)"
         return [
-            f"steps     {schedule.total:,} ({schedule.per_epoch:,} an epoch), each of {each}",
+            f"steps     {schedule.total:,}{an_epoch}, each of {each}",
             f"rate      {rate.kind}, peak {rate.peak:g}, {rate.warmup} warm-up steps, last {rate.at(schedule.total - 1):.2g}",
             f"rhythm    {rhythm} steps, and at the end; then export {exports}",
         ]
@@ -102,21 +116,14 @@ class Plan:
         device = self.device.type
         found = [
             ("model.attn_implementation", config._attn_implementation, f"family: {config.model_type}"),
-            ("strategy.name", self.strategy.name, "derived: 1 process"),
+            ("strategy.name", self.strategy.name, f"derived: {ranks().size} process{'es' * (ranks().size > 1)}"),
             ("train.device", device, "device: the first of cuda, mps, cpu that is here"),
             ("train.precision", self.precision.name, f"device: {device}"),
-            ("train.gradient_checkpointing", "full" if self.checkpointing else "none", f"device: {device}"),
+            ("train.gradient_checkpointing", self.checkpointing, f"device: {device}"),
+            ("train.torch_compile", str(self.compiled).lower(), f"device: {device}"),
         ]
         data = self.recipe.model_dump()
         return [row for row in found if data[row[0].partition(".")[0]][row[0].partition(".")[2]] in (None, "auto")]
-
-
-def digest(samples: Sequence[Sample]) -> str:
-    """A hash of rows and their order: the data of a resumed run must be what it was."""
-    h = hashlib.sha256()
-    for s in samples:
-        h.update(repr((s.input_ids, s.labels)).encode())
-    return h.hexdigest()
 
 
 def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
@@ -127,6 +134,8 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
     """
     install(loaded.plugins)  # another recipe may have been loaded since
     recipe, notes = loaded.recipe, list(loaded.notes)
+    if recipe.data.streaming:
+        check_keys(recipe.data, recipe.train.max_steps)
     device, precision, strategy = _machine(recipe)
     files = resolve_model(recipe.model, need_weights=need_weights)
     text = load_config(files, recipe)[0].get_text_config()
@@ -137,25 +146,18 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         notes.append(f"data.max_length {recipe.data.max_length} is above the model's {longest}: rows are held to {longest}")
     max_length = min(recipe.data.max_length, longest)
 
-    train = prepare(
-        recipe.data.train, recipe.data, renderer, max_length=max_length, seed=recipe.seed, eval_split=recipe.data.eval_split
-    )
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
     joined = _joined(recipe, max_length, device)
     rows = text.vocab_size + (new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0)
     # A tokenizer may name a padding token that the model has no row for; any id will do.
     pad = pad_id(tokenizer) if pad_id(tokenizer) < rows else 0
-    loader = Loader(
-        train.samples,
-        seed=recipe.seed,
-        order=recipe.data.train_sampling_strategy,
-        rows_per_step=recipe.train.global_batch_size,
-        micro_batch=size,
-        pad_id=pad,
-        **joined,
-    )
-    reports: dict[str, Any] = {"train": train.report}
+    steps = {
+        "seed": recipe.seed, "order": recipe.data.train_sampling_strategy, "rows_per_step": recipe.train.global_batch_size,
+        "micro_batch": size, "pad_id": pad,
+    } | joined  # fmt: skip
+    train, loader, data_hash = _training_rows(recipe, renderer, max_length, steps, lambda s: _check_ids([s], rows, tokenizer))
+    reports: dict[str, Any] = {"train": train.report} if train.report else {}
     evals = {}
     eval_size = recipe.eval.per_device_eval_batch_size or size
     for name, samples, report in _eval_sets(recipe, renderer, max_length, train):
@@ -166,24 +168,46 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         if report is not None:
             reports[name] = report
         evals[name] = Loader(
-            samples, seed=0, order="sequential", rows_per_step=eval_size, micro_batch=eval_size, pad_id=pad, **joined
+            samples, seed=0, order="sequential", rows_per_step=eval_size * ranks().size, micro_batch=eval_size, pad_id=pad, **joined
         )
-    notes += renderer.notes
+    notes += renderer.notes + train.notes
     _check_metric(recipe, evals)
-    _check_ids([train.samples, *(loader.samples for loader in evals.values())], rows, tokenizer)
+    for samples in (train.samples, *(loader.samples for loader in evals.values())):
+        _check_ids(samples, rows, tokenizer)
     checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
+    compiled = recipe.train.torch_compile
+    if compiled == "auto":
+        compiled = device.type == "cuda" and recipe.data.packing
     schedule = Schedule.of(recipe, loader.steps_per_epoch)
     return Plan(
-        loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing == "full",
-        train, loader, evals, schedule, reports, digest(train.samples), notes,
+        loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing, compiled,
+        train, loader, evals, schedule, reports, data_hash, notes,
     )  # fmt: skip
+
+
+def _training_rows(
+    recipe: Recipe, renderer: Renderer, max_length: int, steps: dict[str, Any], check: Callable[[Sample], None]
+) -> tuple[Prepared, Loader | Stream, str]:
+    """The rows, what deals them to steps, and a hash that a resumed run must find again; of a stream the first rows only.
+
+    Args:
+        steps: how they are dealt, for Loader and Stream.
+        check: of a stream, which meets its rows later; raises for a row that the model cannot take.
+    """
+    data = recipe.data
+    if data.streaming:
+        stream = Stream(data.train, data, renderer, max_length=max_length, check=check, **steps)
+        return Prepared(stream.settle(FIRST_ROWS), {}), stream, stream.fingerprint
+    train = prepare(data.train, data, renderer, max_length=max_length, seed=recipe.seed, eval_split=data.eval_split)
+    return train, Loader(train.samples, **steps), train.samples.digest
 
 
 def _machine(recipe: Recipe) -> tuple[torch.device, Precision, Strategy]:
     """Device, types and strategy, which must go together."""
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)
-    strategy: Strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or "none", "strategy.name")
+    default = "none" if ranks().size == 1 else "fsdp"
+    strategy: Strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or default, "strategy.name")
     if device.type == "mps" and strategy.sharded:
         raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")
     if device.type == "mps" and precision.compute != precision.master:
@@ -211,7 +235,8 @@ def _joined(recipe: Recipe, max_length: int, device: torch.device) -> dict[str, 
     data, multiple = recipe.data, 1
     if data.packing and device.type == "cuda":
         multiple = -(-max_length // 128) * 128
-    return {"capacity": max_length if data.packing else None, "padding_free": data.padding_free, "multiple": multiple}
+    joined = {"capacity": max_length if data.packing else None, "padding_free": data.padding_free, "multiple": multiple}
+    return joined | {"data_rank": ranks().rank, "data_size": ranks().size}
 
 
 def _eval_sets(
@@ -221,6 +246,8 @@ def _eval_sets(
     if train.held_back:
         yield "eval", train.held_back, None
     for source in recipe.data.eval:
+        if source.weight != 1:
+            raise RecipeError("every row of an evaluation set counts once", where="data.eval: weight", fix="Remove it.")
         prepared = prepare([source], recipe.data, renderer, max_length=max_length, seed=recipe.seed)
         yield source.name or ("eval" if len(recipe.data.eval) == 1 else Path(source.path).stem), prepared.samples, prepared.report
 
@@ -236,13 +263,13 @@ def _check_metric(recipe: Recipe, evals: dict[str, Loader]) -> None:
         )
 
 
-def _check_ids(sets: list[Sequence[Sample]], rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_ids(samples: Sequence[Sample], rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Every id must have a row in the model's embeddings: tokenizers come with ids that their model never had."""
-    for sample in (s for samples in sets for s in samples):
-        if (top := max(sample.input_ids)) >= rows:
-            token = tokenizer.convert_ids_to_tokens(top)
-            raise ModelError(
-                f"token '{token}' has id {top}, and the model has {rows} embedding rows",
-                where=sample.source,
-                fix=f"Name it in model.add_tokens: ['{token}'].",
-            )
+    top, source = highest_id(samples)
+    if top >= rows:
+        token = tokenizer.convert_ids_to_tokens(top)
+        raise ModelError(
+            f"token '{token}' has id {top}, and the model has {rows} embedding rows",
+            where=source,
+            fix=f"Name it in model.add_tokens: ['{token}'].",
+        )

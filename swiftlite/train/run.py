@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from swiftlite.data.loader import MicroBatch
+from swiftlite.data.prefetch import Prefetcher
+from swiftlite.data.streaming import Stream
 from swiftlite.dist import checkpoint
+from swiftlite.dist.checkpoint import Saved, Saving
+from swiftlite.dist.launch import is_worker
 from swiftlite.export import adapter
 from swiftlite.export.trained import Trained
+from swiftlite.models.adapter_files import adapter_state
 from swiftlite.models.build import build
 from swiftlite.models.files import identity
 from swiftlite.objectives.protocol import Objective
@@ -25,7 +30,7 @@ from swiftlite.train import state as states
 from swiftlite.train.console import Console
 from swiftlite.train.environment import environment
 from swiftlite.train.metrics import Metrics, flops_per_token, peak_flops
-from swiftlite.train.optim import make_optimizer
+from swiftlite.train.optim import make_optimizer, masters
 from swiftlite.train.plan import Plan
 from swiftlite.train.trackers import make_trackers
 from swiftlite.train.trained import export_facts, public_overrides, trained_of
@@ -44,7 +49,7 @@ class Stop:
         return self
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if self.asked and not is_worker():  # a launcher may pass one signal on twice
             raise KeyboardInterrupt
         self.asked = True
 
@@ -66,20 +71,26 @@ class Run:
         self.built, self.world = build(
             plan.files, self.recipe, plan.tokenizer,
             precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
+            compiled=plan.compiled,
         )  # fmt: skip
         self.root: Any = self.built.root
         if kept := sorted(self.recipe.model.config_overrides.keys() - public_overrides(self.recipe).keys()):
             self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
-        self.optimizer = make_optimizer(self.root, self.recipe.train)
-        self.trainable = [p for p in self.root.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.root, self.recipe.train, self.recipe.strategy.offload)
+        self.masters = masters(self.root, self.optimizer)
         self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.precision.name == "fp16")
         self.step = 0
         self.counters = {"tokens": 0, "trained_tokens": 0, "skipped_steps": 0}
         self.best: dict[str, float] | None = None
         self.stop = Stop()
+        wanted = self.recipe.checkpoint.async_save
+        self._async = plan.device.type == "cuda" if wanted is None else wanted
+        self._saving: Saving | None = None
+        self._due = self.stopping = False
         self.saved_at = time.monotonic()
         self.last_eval: tuple[int, float] | None = None
         self._reached = False
+        self._groups: Prefetcher | None = None
         self._restart_window()
         self._flops, self._peak = flops_per_token(self.root), peak_flops(plan.device)
 
@@ -97,28 +108,40 @@ class Run:
             RecipeError: when the folder holds a run that is not to be resumed, or one with other fixed keys.
             DiskFullError: when the first checkpoint would not fit.
         """
-        output = self.plan.output
-        found = self._resume()
+        output, found = self.plan.output, self._resume()
         if self.step < self.schedule.total and self.recipe.checkpoint.save_strategy != "no":
             checkpoint.require_space(self.checkpoints, checkpoint_bytes)
+        self.metrics = Metrics(output / "metrics.jsonl", self.console, [], self.plan.device)
+        if self.world.is_main:
+            self._write_start()
+        if found:
+            self.console.line(f"resumed   from {found} at step {self.step:,} of {self.schedule.total:,}")
+        self._groups = Prefetcher(self.plan.loader, self.recipe.data.num_workers, self.schedule.total)
+        self.console.begin(self.step, self.schedule.total)
+        self._restart_window()
+
+    def _write_start(self) -> None:
+        """What the run is made of, in its folder; the trackers begin."""
+        output = self.plan.output
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump_yaml(self.recipe))
         about = environment() | {"model": identity(self.plan.files), "data": {"rows_sha256": self.plan.data_hash}}
         if self.plan.loaded.plugins:
             about["plugins"] = self.plan.loaded.hashes
         (output / "environment.json").write_text(json.dumps(about, indent=2))
-        (output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
+        self._write_report()
         name = self.recipe.log.run_name or output.name
         flat = {k: v for k, v in states.flat(self.recipe).items() if isinstance(v, int | float | str | bool)}
-        trackers = make_trackers(
+        self.metrics.trackers += make_trackers(
             self.recipe.log.report_to, self.recipe.log.project or "swiftlite", name, output / "trackers", flat
         )
-        self.metrics = Metrics(output / "metrics.jsonl", self.console, trackers, self.plan.device)
         self.metrics.cut(self.step)
-        if found:
-            self.console.line(f"resumed   from {found} at step {self.step:,} of {self.schedule.total:,}")
-        self.console.begin(self.step, self.schedule.total)
-        self._restart_window()
+
+    def _write_report(self) -> None:
+        """data_report.json; that of a stream grows."""
+        if isinstance(self.plan.loader, Stream):
+            self.plan.reports["train"] = self.plan.loader.report()
+        (self.plan.output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
 
     def _resume(self) -> Path | None:
         wanted = self.recipe.checkpoint.resume
@@ -134,7 +157,7 @@ class Run:
             folder = good[-1]
         else:
             folder = Path(wanted)
-        saved = checkpoint.read(folder)
+        saved = Saved(folder)
         if good and (newest := checkpoint.step_of(good[-1]) or 0) > saved.meta["step"]:
             raise RecipeError(
                 f"{self.plan.output} has checkpoints up to step {newest}, and would go on from step {saved.meta['step']}: "
@@ -142,25 +165,27 @@ class Run:
             )  # fmt: skip
         for note in states.check_resumable(saved.meta["recipe"], states.flat(self.recipe, self.plan.loaded.hashes)):
             self.console.line(f"note: {note}")
-        states.restore(self, saved, folder)
+        states.restore(self, saved)
         return folder
 
     def next_group(self) -> list[MicroBatch]:
         """The micro-batches of the coming step; the time that takes is logged."""
         began = time.perf_counter()
-        group = self.plan.loader.group(self.step)
+        assert self._groups is not None
+        group = self._groups.group(self.step)
         self._waited += time.perf_counter() - began
         return group
 
     def to_model(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch on the run's device, with what the family's forward wants beside ids."""
+        self.world.pulse.beat(self.step)
         moved = {k: v.to(self.plan.device, non_blocking=True) for k, v in tensors.items()}
         return self.built.family.inputs(moved)
 
     def expect_all(self, gradients: Sequence[Tensor]) -> None:
         """Once, after the first backward pass: warns of trainable weights that it did not reach."""
-        if not self._reached and len(gradients) < len(self.trainable):
-            left = [n for n, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
+        if not self._reached and len(gradients) < len(self.masters):
+            left = [n for n, p in self.masters.items() if p.grad is None]
             what = f"{len(left)} trainable weights got no gradient in the first step, such as {left[0]}"
             self.console.warn(f"{what}: no trained token depends on them")
         self._reached = True
@@ -176,6 +201,8 @@ class Run:
             self.metrics.watch_growth(memory["allocated_gib"])
         if report.skipped:
             self.console.warn(f"step {self.step} was skipped: loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}")
+        if not self.world.is_main:
+            return
         elapsed = time.perf_counter() - self._clock
         rate = self._tokens / max(elapsed, 1e-9)
         self.console.advance(self.step, f"loss {report.loss:.4f}  {rate:,.0f} tok/s")
@@ -207,14 +234,20 @@ class Run:
     def record_eval(self, row: dict[str, Any]) -> None:
         """Logs an evaluation and remembers the best step by checkpoint.metric_for_best_model."""
         self.last_eval = (self.step, row[self.recipe.checkpoint.metric_for_best_model])
-        self.metrics.write({"step": self.step, "epoch": self.schedule.epoch(self.step), **row})
+        if self.world.is_main:
+            self.metrics.write({"step": self.step, "epoch": self.schedule.epoch(self.step), **row})
         self.console.line(f"eval at step {self.step:,}  " + "  ".join(f"{k} {v:.4f}" for k, v in row.items()))
         self._restart_window()
 
-    def save_due(self) -> bool:
+    def agree(self) -> None:
+        """Makes all ranks see a signal or the save that the clock asks for at the same step."""
         minutes = self.recipe.checkpoint.save_minutes
         timed = self.recipe.checkpoint.save_strategy != "no" and minutes and time.monotonic() - self.saved_at > 60 * minutes
-        return self.schedule.save_due(self.step) or bool(timed) or self.stop.asked
+        stop, due = self.world.sum(self.stop.asked, bool(timed) and self.world.is_main)
+        self.stopping, self._due = stop > 0, due > 0
+
+    def save_due(self) -> bool:
+        return self.schedule.save_due(self.step) or self._due or self.stopping
 
     def save(self) -> None:
         """Writes a checkpoint, then removes old ones, never the best."""
@@ -225,19 +258,40 @@ class Run:
         ):
             self.best = {"step": self.step, "value": self.last_eval[1]}
         began = time.monotonic()
-        folder = checkpoint.save(self.checkpoints, self.step, states.capture(self), self._write_adapter)
-        self.console.line(f"saved     {folder} in {time.monotonic() - began:.1f} s")
-        checkpoint.rotate(
-            self.checkpoints, self.recipe.checkpoint.save_total_limit, int(self.best["step"]) if self.best else None
+        self.world.pulse.rest()
+        if self.world.is_main:
+            self._write_report()
+        self.settle_save()
+        self._saving = checkpoint.save(
+            self.checkpoints, self.step, states.capture(self), self._write_adapter, world=self.world, background=self._async
         )
+        what = "saving    {} in the background, copied in" if self._async else "saved     {} in"
+        self.console.line(f"{what.format(self._saving.final)} {time.monotonic() - began:.1f} s")
+        if not self._async:
+            self.settle_save()
         self.saved_at = time.monotonic()
         self._restart_window()
 
+    def settle_save(self) -> None:
+        """Waits for the checkpoint that is being written, if one is, then removes old ones."""
+        self.world.pulse.rest()
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        if self.world.is_main:
+            best = int(self.best["step"]) if self.best else None
+            checkpoint.rotate(self.checkpoints, self.recipe.checkpoint.save_total_limit, best)
+
     def _write_adapter(self, folder: Path) -> None:
         """The adapter beside a checkpoint's tensors, as the exporter writes it: with tokenizer and template, ready for use."""
-        if self.built.peft is not None:
+        if self.built.peft is None:
+            return
+        if self.world.is_main:
             (folder / "adapter").mkdir()
             adapter.write(self.trained(), folder / "adapter", self.recipe.export)
+        else:
+            adapter_state(self.built.peft)  # whose parts the first rank gathers
 
     def trained(self) -> Trained:
         """What the exporters need of the model as it is now."""
@@ -245,11 +299,17 @@ class Run:
         return trained_of(self.built, plan.files, plan.tokenizer, self.recipe, plan.precision, export_facts(plan))
 
     def finish(self) -> None:
-        """Ends the bar and the trackers; a second call does nothing."""
+        """Ends the bar, the trackers and the writing of a checkpoint; a second call does nothing."""
+        if self._groups is not None:
+            self._groups.close()
+            if self.world.is_main:
+                self._write_report()
+        self._groups = None
         self.console.end()
         self.metrics.close()
+        self.settle_save()
 
     def release(self) -> None:
         """Frees what only training needed, before an export loads a second model."""
-        del self.optimizer
+        del self.optimizer, self.masters
         self.root.zero_grad()

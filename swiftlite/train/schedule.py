@@ -50,10 +50,15 @@ class Schedule:
     rate: Rate
 
     @classmethod
-    def of(cls, recipe: Recipe, steps_per_epoch: int) -> "Schedule":
-        """The schedule of a recipe whose defaults are resolved; 0 stands for never."""
+    def of(cls, recipe: Recipe, steps_per_epoch: int | None) -> "Schedule":
+        """The schedule of a recipe whose defaults are resolved; 0 stands for never.
+
+        Args:
+            steps_per_epoch: None: not known, as of a stream; the run is one epoch then, and needs train.max_steps.
+        """
         train, total = recipe.train, recipe.train.max_steps
-        total = total or max(1, math.ceil(recipe.train.num_train_epochs * steps_per_epoch))
+        total = total or max(1, math.ceil(recipe.train.num_train_epochs * (steps_per_epoch or 0)))
+        steps_per_epoch = steps_per_epoch or total
 
         def every(strategy: str | None, steps: float | None) -> int:
             return {"epoch": steps_per_epoch, "steps": _count(steps or 1, total)}.get(strategy or "no", 0)

@@ -5,6 +5,7 @@ from pathlib import Path
 from swiftlite.data import findings
 from swiftlite.data.report import table as rows_table
 from swiftlite.dist import checkpoint
+from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import NONE
 from swiftlite.dist.world import leave, pick_device
 from swiftlite.export import report
@@ -13,18 +14,19 @@ from swiftlite.export.run import check as check_export
 from swiftlite.export.run import export_all
 from swiftlite.export.trained import Trained
 from swiftlite.models import adapters
-from swiftlite.models.build import Precision, build
+from swiftlite.models.build import Precision, build, groups
 from swiftlite.models.families.lookup import attention_for, family_for
 from swiftlite.models.sources import resolve_model
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.plugins import install
+from swiftlite.recipe.resolve import resolve
 from swiftlite.recipe.schema import ExportSection
 from swiftlite.train import state as states
 from swiftlite.train.console import Console, calm_libraries
 from swiftlite.train.loop import fit
-from swiftlite.train.memory import plan_memory
+from swiftlite.train.memory import plan_memory, state_bytes
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
 from swiftlite.train.trained import trained_of
@@ -38,6 +40,9 @@ def train(loaded: Loaded, console: Console) -> Path:
         KeyboardInterrupt: after a signal, once a checkpoint is saved.
     """
     calm_libraries()
+    if ranks().size > 1:
+        loaded = resolve(loaded, ranks().size)  # the passes of a step depend on how many read rows
+        console.quiet |= ranks().rank > 0
     plan = make_plan(loaded)
     plan.refuse_second_run()
     recipe = plan.recipe
@@ -48,18 +53,23 @@ def train(loaded: Loaded, console: Console) -> Path:
     lost = [rows_table({**r, "notes": []}, name) for name, r in plan.reports.items() if r["dropped"] or r["cut"]]
     for text in [*plan.lines(), *lost, *findings.one_line(plan.reports), *(f"note: {n}" for n in plan.notes)]:
         console.line(text)
+    fine = False
     try:
         run = Run(plan, console)
         memory = plan_memory(plan, run.built)
-        for text in [*adapters.coverage(run.root, run.built.family).lines(), *memory.lines()]:
+        spread = groups(run.built) if run.world.size > 1 else []
+        for text in [*adapters.coverage(run.root, run.built.family).lines(), *spread, *memory.lines()]:
             console.line(text)
         for note in [*run.built.notes, memory.warning()]:
             if note:
                 console.line(f"note: {note}")
         check_export(run.trained(), recipe.export.formats, recipe.export, plan.output)
-        weights = memory.trained * (2 if run.built.peft else 1)  # adapters lie in a checkpoint in both their forms
-        run.begin(weights + (0 if recipe.checkpoint.save_only_model else memory.optimizer))
-        console.log_to(plan.output / "train.log")
+        weights = sum(p.numel() * p.element_size() for p in run.masters.values())
+        state = sum(p.numel() * state_bytes(recipe.train, p.dtype) for p in run.masters.values())
+        # Adapters lie in a checkpoint in both their forms.
+        run.begin(weights * (2 if run.built.peft else 1) + (0 if recipe.checkpoint.save_only_model else state))
+        if run.world.is_main:
+            console.log_to(plan.output / "train.log")
         with run.stop:
             try:
                 fit(run)
@@ -67,8 +77,11 @@ def train(loaded: Loaded, console: Console) -> Path:
                 run.finish()
         run.release()
         write_exports(run.trained(), recipe.export, plan.output, console)
+        run.world.pulse.close()
+        fine = True
     finally:
-        leave()
+        if fine or ranks().size == 1:  # the farewell of a group waits for all, and a failed rank must be heard
+            leave()
     return plan.output
 
 
@@ -102,14 +115,14 @@ def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None
     install(loaded.plugins)
     # How rows were joined is no part of what was learned: an export neither compiles attention for packs nor tries isolation.
     rows_apart = loaded.recipe.data.model_copy(update={"packing": False, "padding_free": False})
-    state, recipe = checkpoint.read(saved), loaded.recipe.model_copy(update={"data": rows_apart})
+    state, recipe = checkpoint.Saved(saved), loaded.recipe.model_copy(update={"data": rows_apart})
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)
     files = resolve_model(recipe.model)
     tokenizer = load_tokenizer(files, recipe.model)
     try:
-        built, _ = build(files, recipe, tokenizer, precision=precision, strategy=NONE, device=device, checkpointing=False)
-        states.load_trainable(built.root, dict(state.tensors["trainable"]), saved)
+        built, _ = build(files, recipe, tokenizer, precision=precision, strategy=NONE, device=device, checkpointing="none")
+        states.load_trainable({n: p for n, p in built.root.named_parameters() if p.requires_grad}, state)
         console.line(f"exporting {saved}")
         trained = trained_of(built, files, tokenizer, recipe, precision, state.meta["export"])
         write_exports(trained, recipe.export, output, console)

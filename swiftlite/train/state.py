@@ -9,18 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftlite.dist.checkpoint import State
-from swiftlite.dist.tensors import copy_into, whole
+from swiftlite.data.streaming import Stream
+from swiftlite.dist.checkpoint import Saved, State
+from swiftlite.dist.tensors import local
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import LoraSection, Recipe
 from swiftlite.recipe.writing import public
+from swiftlite.train.offload import OffloadedOptimizer
 from swiftlite.train.optim import load_state_tensors, state_tensors
 from swiftlite.train.trained import export_facts
 
 # Keys that may differ on resume. Of the rest, each changes what is learned, and must be as it was.
 FREE = (
     "log.*", "checkpoint.*", "export.*", "output", "eval.*", "data.eval", "data.eval.*",
-    "train.on_nonfinite", "train.num_train_epochs", "train.max_steps", "model.hub",
+    "data.num_workers", "data.num_proc", "data.cache_dir",
+    "train.on_nonfinite", "train.num_train_epochs", "train.max_steps", "model.hub", "strategy.config",
 )  # fmt: skip
 # Layout: another way to compute the same steps.
 LAYOUT = (
@@ -29,6 +32,7 @@ LAYOUT = (
     "train.gradient_accumulation_steps",
     "train.device",
     "train.gradient_checkpointing",
+    "train.torch_compile",
 )
 
 
@@ -77,52 +81,48 @@ def check_resumable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return notes
 
 
-def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All generators that a step may draw from: torch's as tensors, Python's and NumPy's as JSON."""
-    tensors = {"cpu": torch.get_rng_state()}
+def rng_state(rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All generators that a step may draw from: torch's as tensors that name their rank, Python's and NumPy's as JSON."""
+    tensors = {f"cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+        tensors[f"cuda.{rank}"] = torch.cuda.get_rng_state()
     kind, keys, *rest = np.random.get_state(legacy=True)
     return tensors, {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
-def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+def set_rng_state(tensors: Mapping[str, Tensor], meta: dict[str, Any], rank: int = 0) -> None:
+    """Puts back what `rng_state` gave; a rank that was not there goes on with the generators it has."""
+    if f"cpu.{rank}" in tensors:
+        torch.set_rng_state(tensors[f"cpu.{rank}"])
+    if f"cuda.{rank}" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors[f"cuda.{rank}"])
     version, internal, gauss = meta["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = meta["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
 
-def trainable_tensors(root: Any) -> dict[str, Tensor]:
-    """Whole trained tensors by parameter name, on the CPU."""
-    return {n: whole(p).cpu() for n, p in root.named_parameters() if p.requires_grad}
-
-
-def load_trainable(root: Any, tensors: dict[str, Tensor], where: object) -> None:
-    """Puts back what `trainable_tensors` gave, on any sharding.
+def load_trainable(wanted: Mapping[str, Tensor], saved: Saved) -> None:
+    """Reads trained weights (by parameter name) of a checkpoint into tensors of any sharding; each rank reads its own rows.
 
     Raises:
         ModelError: when names or shapes do not line up.
     """
-    wanted = {n: p for n, p in root.named_parameters() if p.requires_grad}
-    if tensors.keys() != wanted.keys():
-        odd = sorted(tensors.keys() ^ wanted.keys())[0]
-        raise ModelError(f"the checkpoint and the model do not train the same weights, such as {odd}", where=where)
+    if odd := sorted(set(saved.names("trainable")) ^ wanted.keys()):
+        raise ModelError(f"the checkpoint and the model do not train the same weights, such as {odd[0]}", where=saved.folder)
     for name, parameter in wanted.items():
-        if tensors[name].shape != parameter.shape:
-            raise ModelError(f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}", where=where)
-        copy_into(parameter, tensors[name])
+        if (shape := saved.shape("trainable", name)) != list(parameter.shape):
+            raise ModelError(f"{name} has shape {shape} instead of {list(parameter.shape)}", where=saved.folder)
+        with torch.no_grad():
+            local(parameter).copy_(saved.part("trainable", name, parameter))
 
 
 def capture(run: Any) -> State:
     """The state of a run after `run.step` steps."""
-    rng_tensors, rng_meta = rng_state()
-    tensors: dict[str, dict[str, Tensor]] = {"trainable": trainable_tensors(run.root)}
+    rng_tensors, rng_meta = rng_state(run.world.rank)
+    tensors: dict[str, Mapping[str, Tensor]] = {"trainable": run.masters}
     if not run.recipe.checkpoint.save_only_model:
-        tensors |= {"optimizer": state_tensors(run.root, run.optimizer), "rng": rng_tensors}
+        tensors |= {"optimizer": state_tensors(run.masters, run.optimizer), "rng": rng_tensors}
     meta = {
         "step": run.step,
         "recipe": flat(run.recipe, run.plan.loaded.hashes),
@@ -133,26 +133,36 @@ def capture(run: Any) -> State:
         "data": run.plan.data_hash,
         "export": export_facts(run.plan),
     }
-    return State(tensors, meta)
+    if isinstance(run.plan.loader, Stream):
+        meta["stream"] = run.plan.loader.state(run.step)
+        # Each rank knows its own streams, and any number of ranks may go on with all of them.
+        tensors["stream"] = {name: torch.tensor(place) for name, place in meta["stream"].pop("places").items()}
+    return State(tensors, meta, own=frozenset({"rng", "stream"}))
 
 
-def restore(run: Any, state: State, where: object) -> None:
+def restore(run: Any, saved: Saved) -> None:
     """Sets a fresh run to a saved state.
 
     Raises:
         ModelError: when optimizer state was left out, or weights do not line up.
         RecipeError: when the data is not what it was.
     """
-    if "optimizer" not in state.tensors:
-        raise ModelError("this checkpoint holds weights only (checkpoint.save_only_model) and cannot be resumed", where=where)
-    if state.meta["data"] != run.plan.data_hash:
+    if not saved.names("rng"):  # plain SGD has no state of its own
+        what = "this checkpoint holds weights only (checkpoint.save_only_model) and cannot be resumed"
+        raise ModelError(what, where=saved.folder)
+    if saved.meta["data"] != run.plan.data_hash:
         raise RecipeError(
             "the training rows are not those of the checkpoint",
             where="data.train",
             fix="Bring the data back, or start anew with another --output.",
         )
-    load_trainable(run.root, dict(state.tensors["trainable"]), where)
-    load_state_tensors(run.root, run.optimizer, state.tensors["optimizer"])
-    run.scaler.load_state_dict(state.meta["scaler"])
-    run.step, run.counters, run.best = state.meta["step"], state.meta["counters"], state.meta["best"]
-    set_rng_state(dict(state.tensors["rng"]), state.meta["rng"])
+    load_trainable(run.masters, saved)
+    load_state_tensors(run.masters, run.optimizer, saved)
+    if isinstance(run.optimizer, OffloadedOptimizer):
+        run.optimizer.upload()
+    run.scaler.load_state_dict(saved.meta["scaler"])
+    run.step, run.counters, run.best = saved.meta["step"], saved.meta["counters"], saved.meta["best"]
+    if isinstance(run.plan.loader, Stream):
+        places = {n: saved.rows("stream", n).tolist() for n in saved.names("stream")}
+        run.plan.loader.load_state({**saved.meta["stream"], "places": places})
+    set_rng_state({n: saved.rows("rng", n) for n in saved.names("rng")}, saved.meta["rng"], run.world.rank)

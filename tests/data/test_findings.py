@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from swiftlite.cli.main import run
-from swiftlite.data.findings import DUPLICATE, ECHO, EMPTY, LISTED, MOJIBAKE, NO_END, TWO_BOS, Findings, lines, one_line
+from swiftlite.data.findings import (
+    DUPLICATE,
+    ECHO,
+    EMPTY,
+    LISTED,
+    MOJIBAKE,
+    NO_END,
+    TWO_BOS,
+    Findings,
+    lines,
+    one_line,
+    suspicious,
+)
 from swiftlite.data.formats import Conversation
 from swiftlite.data.read import Row
 from swiftlite.data.render import Renderer, Sample
@@ -86,9 +98,8 @@ def test_more_than_one_bos(tmp_path: Path):
         (spelled, [bos, 9, 9, 9, t.eos_token_id], 0),  # it was spelled and did not become one
         (Conversation("d:1", "text", text="one two"), [bos, 9, bos, 9, t.eos_token_id], 0),  # as templates that open every turn
     ]:
-        findings = Findings()
-        findings.look(Row("d", 1, {"text": conv.text}), conv, [Sample(ids, ids, "d:1")], renderer)
-        assert findings.counts[TWO_BOS] == count
+        seen = suspicious(Row("d", 1, {"text": conv.text}), conv, [Sample(ids, ids, "d:1")], renderer)
+        assert [kind for kind, _ in seen].count(TWO_BOS) == count
 
 
 def test_turns_that_call_tools_are_no_empty_answers_and_ids_end_as_they_like(tmp_path: Path):

@@ -5,7 +5,7 @@ import torch
 
 from swiftlite.data.collate import collate
 from swiftlite.data.loader import Loader, MicroBatch
-from swiftlite.data.order import chosen, draw, shuffled
+from swiftlite.data.order import chosen, draw, draws, shuffled
 from swiftlite.data.render import IGNORE, Sample
 
 
@@ -28,6 +28,7 @@ def trained_ids(groups: list[list[MicroBatch]]) -> list[int]:
 def test_order_is_pinned():
     """A new library or machine must not reorder anyone's data: these are the numbers of the first release."""
     assert draw(1, 2, 3) == 1466929338816962128
+    assert draws([3, 7], 1, 2).tolist() == [draw(1, 2, 3), draw(1, 2, 7)]
     assert shuffled(10, 42, 0) == [5, 1, 2, 6, 8, 0, 3, 4, 7, 9]
     assert chosen("abcdefgh", 3, 7) == ["f", "g", "h"]
 

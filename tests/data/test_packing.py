@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,16 @@ def test_few_rows(lengths):
     assert sorted(i for p in packs for i in p) == list(range(len(lengths))) and all(
         sum(lengths[i] for i in p) <= 10 for p in packs
     )
+
+
+def test_units_know_their_rows_and_sums():
+    packs = pack([6, 5, 4, 3, 2], 10)
+    assert list(packs) == [[0, 2], [1, 3, 4]] == packs[:] and packs[-1] == [1, 3, 4] and len(packs) == 2
+    assert packs.sums(np.array([6, 5, 4, 3, 2])).tolist() == [10, 10]
+    again = packs.taken(np.array([1, 0, 1]))
+    assert list(again) == [[1, 3, 4], [0, 2], [1, 3, 4]] and list(pack([], 10)) == []
+    with pytest.raises(IndexError):
+        packs[2]
 
 
 def test_a_row_that_does_not_fit_is_never_cut():

@@ -4,13 +4,14 @@ import gzip
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from swiftlite.data.address import spelled_out
-from swiftlite.data.read import BadRow, Row, find_files, read_rows
+from swiftlite.data.read import BadRow, Row, find_files, parse, raw_file, read_rows
 from swiftlite.recipe.errors import DataError
 from swiftlite.recipe.schema import DataSource
 
@@ -177,11 +178,11 @@ def test_a_hub_dataset_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     one, two = rows("someone/some-data", subset="en", split="train[:2]")
-    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": None}
+    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": None, "streaming": False}
     assert (one.value, two.source) == ({"a": "007"}, "someone/some-data[train[:2]]:row 2")
 
     (one,) = rows("someone/some-data:en[train[:2]]@v1#1")
-    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": "v1"}
+    assert asked == {"path": "someone/some-data", "name": "en", "split": "train[:2]", "revision": "v1", "streaming": False}
 
     def fail(*_, **__):
         raise ValueError('Unknown split "trian". Should be one of train.')
@@ -258,3 +259,45 @@ def test_zst_files(tmp_path: Path):
     (tmp_path / "d.jsonl.zst").write_bytes(b"no zstd")
     with pytest.raises(DataError, match="cannot be read"):
         rows(str(tmp_path))
+
+
+def test_reading_goes_on_behind_any_line(tmp_path: Path):
+    lines = ['{"a": 1}', "", "{bad", "x" * 60, '{"a": "é\u2028"}', "\ufeff", '{"a": 7}']
+    plain = tmp_path / "d.jsonl"
+    plain.write_bytes("\n".join(lines).encode())
+    raws = list(raw_file(plain))
+    assert [raw.line for raw in raws] == [1, 2, 3, 4, 5, 6, 7] and raws[-1].offset == plain.stat().st_size
+    for raw in raws:
+        assert list(raw_file(plain, raw.offset, raw.line)) == raws[raw.line :]
+        assert list(raw_file(plain, 0, raw.line)) == raws[raw.line :]
+    assert [row and row.line for row in map(parse, raws)] == [1, None, 3, 4, 5, 6, 7]
+    packed = tmp_path / "d.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert [(raw.line, raw.content, raw.offset) for raw in raw_file(packed, 0, 4)] == [
+        (r.line, r.content, None) for r in raws[4:]
+    ]
+
+
+def test_a_line_too_long_to_read_is_passed_over_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("swiftlite.data.read.MAX_LINE", 20)
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(b'{"a": 1}\n' + b"x" * 50 + b'\n{"a": 2}\n')
+    one, bad, two = raw_file(file)
+    assert (one.offset, bad.offset, two.offset) == (9, 60, 69) and isinstance(parse(bad), BadRow)
+    assert list(raw_file(file, 60, 2)) == [two]
+
+
+def test_parquet_goes_on_at_a_row_and_reads_no_group_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": list(range(50))}), file, row_group_size=10)
+    original, groups = pyarrow.parquet.ParquetFile.iter_batches, []
+
+    def spied(self: Any, *args: Any, **keys: Any) -> Any:
+        groups.extend(keys["row_groups"])
+        return original(self, *args, **keys)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", spied)
+    for line in (0, 9, 10, 37, 49, 50):
+        groups.clear()
+        assert [(raw.line, raw.content) for raw in raw_file(file, 0, line)] == [(n + 1, {"a": n}) for n in range(line, 50)]
+        assert groups == list(range(line // 10, 5))

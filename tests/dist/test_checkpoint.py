@@ -16,17 +16,17 @@ def state(step: int = 0) -> State:
 
 
 def test_reads_back_what_was_written(tmp_path):
-    folder = checkpoint.save(tmp_path, 7, state(7), lambda f: (f / "note.txt").write_text("x"))
-    back = checkpoint.read(folder)
+    folder = checkpoint.save(tmp_path, 7, state(7), lambda f: (f / "note.txt").write_text("x")).wait()
+    back = checkpoint.Saved(folder)
     assert folder.name == "step-000007" and back.meta == {"step": 7}
-    assert torch.equal(back.tensors["trainable"]["w"], torch.full((3,), 7.0))
+    assert torch.equal(back.rows("trainable", "w"), torch.full((3,), 7.0)) and back.names("optimizer") == []
     assert set(json.loads((folder / "COMPLETE").read_text())) == {"trainable.safetensors", "rng.safetensors", "state.json", "note.txt"}
 
 
 @pytest.mark.parametrize("harm", ["marker", "file", "size", "garbage"])
 def test_an_incomplete_folder_is_passed_over_and_left_alone(tmp_path, harm):
     checkpoint.save(tmp_path, 2, state(2))
-    hurt = checkpoint.save(tmp_path, 6, state(6))
+    hurt = checkpoint.save(tmp_path, 6, state(6)).wait()
     if harm == "marker":
         (hurt / "COMPLETE").unlink()
     elif harm == "file":
@@ -39,7 +39,7 @@ def test_an_incomplete_folder_is_passed_over_and_left_alone(tmp_path, harm):
     good, skipped = checkpoint.complete(tmp_path)
     assert [p.name for p in good] == ["step-000002"] and {p.name for p in skipped} == {"step-000006", "my-step-9"}
     with pytest.raises(ModelError, match="not a complete checkpoint"):
-        checkpoint.read(hurt)
+        checkpoint.Saved(hurt)
     checkpoint.rotate(tmp_path, 1, None)
     assert hurt.exists() and (tmp_path / "my-step-9").exists()
 

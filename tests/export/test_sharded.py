@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.dist.shard import shard
+from swiftlite.dist.shard import Sharding, shard
 from swiftlite.dist.strategies import FSDP
 from swiftlite.dist.world import join, leave
 from swiftlite.export.run import export_all
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.fixture
 def world():
-    yield join(torch.device("cpu"), sharded=True)
+    yield join(torch.device("cpu"), FSDP, wrap=True)
     leave()
 
 
@@ -42,7 +42,7 @@ def test_sharded_model_exports_as_the_plain_one(case, world, tmp_path):
     if getattr(trained.model, "_weight_conversions", None) is None:  # looked up by class name, which sharding changes
         trained.model._weight_conversions = get_model_conversion_mapping(trained.model)
     blocks = [f"model.layers.{i}" for i in range(2)]
-    shard(trained.model, blocks, FSDP, world, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(trained.model, blocks, FSDP, world, Sharding(torch.bfloat16))
     trained.model(input_ids=torch.tensor([[10, 11, 12]]), use_cache=False)  # leaves gathered bf16 copies behind
     parts = export_all(trained, formats, ExportSection(dtype="fp32"), tmp_path / "sharded")
 

@@ -78,7 +78,7 @@ def save_checkpoint(run: Path, step: int, model: PreTrainedModel, adapter: Path 
                 (folder / "adapter" / name).write_bytes((adapter / name).read_bytes())
 
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return save(run / "checkpoints", step, State({"trainable": weights}, {"step": step}), extra)
+    return save(run / "checkpoints", step, State({"trainable": weights}, {"step": step}), extra).wait()
 
 
 def ids_of(text: str) -> list[int]:

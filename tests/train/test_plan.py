@@ -43,3 +43,13 @@ def test_a_config_that_cannot_be_read_is_one_line(tmp_path, harm):
         train(recipe(tmp_path))
     assert "config.json" in str(error.value) or "no_such_type" in str(error.value)
     assert error.value.exit_code == 4 and "\n" not in str(error.value)
+
+
+def test_weights_are_for_training_rows(tmp_path):
+    rows = write_rows(tmp_path / "more.jsonl", CHAT[:2])
+    plan = make_plan(recipe(tmp_path, data={"train": [{"path": str(rows), "weight": 2.5}]}))
+    assert len(plan.train.samples) in (4, 5, 6) and plan.reports["train"]["samples"] == 2
+    assert f"{len(plan.train.samples)} rows" in plan.lines()[1]
+    with pytest.raises(RecipeError, match="every row of an evaluation set counts once") as error:
+        make_plan(recipe(tmp_path, data={"eval": [{"path": str(rows), "weight": 2}]}))
+    assert error.value.exit_code == 2

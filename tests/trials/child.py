@@ -42,10 +42,10 @@ def install(hooks: dict[str, Any], patch: Any = setattr) -> None:
         if self.step == limit_from:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    def deadly_save(tensors, path):
+    def deadly_save(tensors, path, **more):
         if Path(path).stem == "optimizer" and f"step-{hooks['kill']:06d}" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
-        save_file(tensors, path)
+        save_file(tensors, path, **more)
 
     patch(Run, "record", watched_record)
     if "rows" in hooks:

@@ -64,7 +64,7 @@ def test_A06_ids_are_the_template_tokenised_once(tmp_path: Path):
 def test_A07_a_merge_over_the_border_shifts_no_label(tmp_path: Path, template: str):
     t = tok(template, merge_newlines=True)
     messages = chat("q", "\nans")
-    rows = prep(write(tmp_path / "m.jsonl", [{"messages": messages}]), t).samples
+    (*rows,) = prep(write(tmp_path / "m.jsonl", [{"messages": messages}]), t).samples
     rows += prep(write(tmp_path / "p.jsonl", [{"prompt": messages[:1], "completion": messages[1:]}]), t).samples
     assert (rows[0].input_ids, rows[0].labels) == (rows[1].input_ids, rows[1].labels)
     assert t.convert_tokens_to_ids("ĊĊ") in rows[0].input_ids

@@ -1,14 +1,17 @@
 """Trials of kind B: dataset parsing, format, encoding, size."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from swiftlite.data.prepare import DataRefused
+from swiftlite.data.prepare import DataRefused, Prepared
 from swiftlite.recipe.errors import DataError
+from swiftlite.train.plan import make_plan
 from tests.data.preparing import chat, prep, trained, write
-from tests.fixtures import CHATML, TOOLS, tok
+from tests.fixtures import CHATML, LLAMA3, TOOLS, tok
+from tests.training import recipe
 
 
 def call(**arguments: object) -> dict:
@@ -98,6 +101,42 @@ def test_B07_too_many_bad_rows_stop_the_run(tmp_path: Path):
     with pytest.raises(DataRefused, match="line 6: unknown role: 'bot'") as stopped:
         prep(file)
     assert f"{file}:7" in str(stopped.value)  # all of them at once, not one a run
+
+
+def kept_sets(folder: Path) -> list[str]:
+    return [p.name for p in folder.glob("[!.]*")]
+
+
+def test_B09_the_cache_knows_file_bytes_and_template(tmp_path: Path):
+    cache, t = str(tmp_path / "cache"), tok()
+
+    def run(template: str | None = None) -> tuple[Prepared, bool]:
+        got = prep(tmp_path / "d.jsonl", t, cache_dir=cache, chat_template=template)
+        return got, got.cached is not None
+
+    file = write(tmp_path / "d.jsonl", [{"messages": chat("hi", "yo")}])
+    before = file.stat()
+    assert (trained(run()[0].samples[0], t), run()[1]) == ("yo<|im_end|>", True)
+    write(file, [{"messages": chat("hi", "no")}])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    second, hit = run()
+    assert (trained(second.samples[0], t), hit) == ("no<|im_end|>", False)
+    third, hit = run(LLAMA3)
+    assert third.samples[0].input_ids != second.samples[0].input_ids and not hit
+    fourth, hit = run(LLAMA3)
+    assert fourth.samples[0] == third.samples[0] and hit
+    assert len(kept_sets(tmp_path / "cache")) == 3
+
+
+def test_B10_the_output_folder_is_no_part_of_the_data(tmp_path: Path):
+    cache = tmp_path / "cache"
+    said = []
+    for name in ("r1", "r2"):
+        keys = {"model": {"add_tokens": ["<|new|>"]}, "data": {"cache_dir": str(cache)}, "output": str(tmp_path / name)}
+        said.append("\n".join(make_plan(recipe(tmp_path, **keys)).lines()))
+    assert [f"from the cache {cache}" in lines for lines in said] == [False, True]
+    assert len(kept_sets(cache)) == 1
 
 
 def raw(length: int) -> dict:

@@ -147,7 +147,7 @@ def test_I07_a_disk_that_fills_up_leaves_what_was_whole(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "space" in done.stderr and str(output / "checkpoints" / "step-000004") in done.stderr
     assert [p.name for p in (output / "checkpoints").iterdir()] == ["step-000002"]
-    assert checkpoint.read(output / "checkpoints" / "step-000002").meta["step"] == 2
+    assert checkpoint.Saved(output / "checkpoints" / "step-000002").meta["step"] == 2
     train(loaded)
     assert steps(output) == [4, 6]
     whole = train(recipe(tmp_path, rows=ROWS, train={"max_steps": 6}, checkpoint=EVERY_2, output=str(tmp_path / "whole")))

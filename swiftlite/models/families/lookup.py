@@ -70,7 +70,7 @@ def attention_for(
             but compiles for each length anew, which rows of many lengths do not repay.
 
     Returns:
-        A name that from_pretrained and from_config take.
+        A name that from_pretrained and from_config take (varlen: once `models.varlen` is imported).
 
     Raises:
         RecipeError: the named backend would give wrong logits, or does not exist for this model or device.
@@ -79,10 +79,12 @@ def attention_for(
     cap = next((key for key in family.score_caps if getattr(text, key, None)), None)
     sdpa = cap is None and bool(getattr(cls, "_supports_sdpa", False))
     flex = device_type == "cuda" and bool(getattr(cls, "_supports_flex_attn", False))
+    # Like flash attention it takes no mask, so a window must reach it as a number; and it is a function from outside.
+    varlen = sdpa and all(getattr(cls, f"_supports_{what}", False) for what in ("flash_attn", "attention_backend"))
     if wanted == "auto":
         return "flex_attention" if flex and packed else "sdpa" if sdpa else "eager"
     fault = None
-    if wanted == "sdpa" and not sdpa:
+    if (wanted == "sdpa" and not sdpa) or (wanted == "varlen" and not varlen):
         fault = f"drops the soft cap on attention scores ({cap})" if cap else "does not exist for this model"
     elif wanted == "flex_attention" and not flex:
         fault = "does not exist for this model" if device_type == "cuda" else "has no backward pass off a CUDA device"
@@ -92,7 +94,7 @@ def attention_for(
         supported = getattr(cls, "_supports_flash_attn", False) and wanted in compatible
         fault = "needs a CUDA device" if device_type != "cuda" else None if supported else "does not exist for this model"
     if fault:
-        usable = ["auto", *["sdpa"] * sdpa, *["flex_attention"] * flex, "eager"]
+        usable = ["auto", *["sdpa"] * sdpa, *["varlen"] * varlen, *["flex_attention"] * flex, "eager"]
         fault = f"'{wanted}' {fault} ({config.model_type} on {device_type})."
         raise RecipeError(fault, where="model.attn_implementation", fix=f"Usable here: {', '.join(usable)}.")
     return wanted
