@@ -129,17 +129,6 @@ def cases(work: Work) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Run]
 
         return run
 
-    def grouped(segments: Any) -> Run:
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            more = {"enable_gqa": True} if varlen.GROUPED_HEADS else {}
-            n, bounds = segments.longest, segments.bounds
-            sides = (work.window - 1 if work.window else -1, 0)
-            out = varlen.varlen_attn(q, k, v, bounds, bounds, n, n, window_size=sides, **more)
-            return out.view(query.shape[0], query.shape[2], *out.shape[1:])
-
-        return run
-
     def theirs(backend: str) -> Callable[[Any], Run]:
         function = AttentionInterface()[backend]
         return lambda mask: lambda q, k, v: function(work.module, q, k, v, mask, is_causal=True)[0]
@@ -152,8 +141,7 @@ def cases(work: Work) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Run]
         "varlen repeated": (segments, lambda s: ours(s, False)),
         "sdpa mask": (lambda: work.mask("sdpa"), theirs("sdpa")),
     }
-    if DEVICE.type == "cuda":  # flex_attention has no backward pass elsewhere, and the kernel is not there
-        found["varlen grouped"] = (segments, grouped)
+    if DEVICE.type == "cuda":  # flex_attention has no backward pass elsewhere
         found["flex"] = (lambda: work.mask("flex_attention"), theirs("flex_attention"))
     return found
 

@@ -29,7 +29,13 @@ CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     "none-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=none"]),
     "none-lora": ("llama3-8b", "full", 2, 1, [*LORA, *NONE, "strategy=none"]),
     "none-lora-packed": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, *CHAT, "strategy=none"]),
-    "none-lora-packed-varlen": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, *CHAT, "strategy=none", "model.attn_implementation=varlen"]),
+    "none-lora-packed-varlen": (
+        "llama3-8b",
+        "chat",
+        4,
+        1,
+        [*LORA, *CKPT, *CHAT, "strategy=none", "model.attn_implementation=varlen"],
+    ),
     "none-lora-padding-free": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "data.padding_free=true", "strategy=none"]),
     "none-lora-padded": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "strategy=none"]),
     "ddp-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=ddp"]),
@@ -49,7 +55,9 @@ def rows(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.jsonl"
     if not path.exists():
         draw = random.Random(0)
-        lengths = [4096] * 192 if kind == "full" else [min(4096, max(16, int(draw.lognormvariate(5.61, 0.95)))) for _ in range(1200)]
+        lengths = (
+            [4096] * 192 if kind == "full" else [min(4096, max(16, int(draw.lognormvariate(5.61, 0.95)))) for _ in range(1200)]
+        )
         with path.open("w") as f:
             for n in lengths:
                 f.write(json.dumps({"input_ids": [draw.randrange(5, 120000) for _ in range(n)]}) + "\n")
@@ -68,7 +76,13 @@ def run(folder: Path, gpus: int, case: str, extra: list[str]) -> None:
     ]  # fmt: skip
     recipe = folder / f"{case}.yaml"
     recipe.write_text("model: x\n")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", f"--master-port={29500 + hash(case) % 1000}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={gpus}",
+        f"--master-port={29500 + hash(case) % 1000}",
+    ]
     began = time.time()
     command += ["benchmarks/drawn.py", "train", str(recipe), *settings, *keys, *extra]
     subprocess.run(command, check=True, cwd=ROOT)

@@ -15,6 +15,7 @@ def check(
     dump: Annotated[
         Path | None, typer.Option(help="Write one JSON line per training row, exactly as the model will get it.")
     ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes to plan for; default one for each GPU.")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -30,6 +31,6 @@ def check(
         print("".join(f"note: {note}\n" for note in loaded.notes), flush=True)
     from swiftlite import api  # behind the recipe: its mistakes are told before torch is loaded
 
-    plan = api.check(replace(loaded, notes=[]), dump=dump, quiet=json)
+    plan = api.check(replace(loaded, notes=[]), dump=dump, nproc=nproc, quiet=json)
     if json:
         print_json({**show.as_data(loaded), "plan": plan})

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["chat", "check", "download", "evaluate", "export", "generate", "load_recipe", "train"]
 
 
-def check(loaded: Loaded, *, dump: str | Path | None = None, quiet: bool = False) -> dict[str, Any]:
+def check(
+    loaded: Loaded, *, dump: str | Path | None = None, nproc: int | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Everything that can be known before step 1, on a CPU, without weights: data, masks, adapters, steps, memory. Prints it.
 
     Args:
         loaded: what `load_recipe` gave.
         dump: file for one JSON line a training row, exactly as the model will get it: input_ids, labels (-100 where nothing is
             learned), position_ids, and source, the `file:line` of each piece.
+        nproc: processes to plan for; default one for each GPU that is here.
         quiet: prints nothing.
 
     Returns:
@@ -42,7 +45,7 @@ def check(loaded: Loaded, *, dump: str | Path | None = None, quiet: bool = False
     from swiftlite.train.check import check as check_recipe
     from swiftlite.train.console import Console
 
-    return check_recipe(loaded, Console(quiet=quiet), dump)
+    return check_recipe(loaded, Console(quiet=quiet), dump, nproc)
 
 
 def train(loaded: Loaded) -> Path:

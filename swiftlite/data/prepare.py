@@ -91,7 +91,7 @@ def _stamps(opened: Sequence[Opened]) -> list[tuple[int, int]]:
 def _build(job: Job, folder: Path) -> tuple[dict[str, Any], Lessons]:
     """Writes the store of all rows into `folder`; returns their report and what they taught the renderer."""
     report, writer = job.report(), StoreWriter(folder)
-    for columns in make_all(job, processes(job.data.num_proc), report):
+    for columns in make_all(job, processes(job), report):
         writer.add(columns)
     store = writer.close()
     account = report.as_dict(job.renderer.notes, lambda n: store.source(n) if store else "")

@@ -31,8 +31,8 @@ from swiftlite.recipe.errors import SwiftliteError
 from swiftlite.recipe.schema import DataSection
 
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
-# A set of fewer rows is made before other processes have started.
-PAYS_FROM = 2000
+# A process more costs what these rows do, or rows of so many bytes.
+PAYS_FROM, PAYS_BYTES = 512, 2**20
 AHEAD = 3  # chunks a process that are under way at once, so that none waits for the reading process
 
 
@@ -134,9 +134,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processes(num_proc: int | None) -> int:
-    """Processes for data.num_proc; where processes cannot be forked, 1."""
-    return (num_proc or cores()) if sys.platform == "linux" else 1
+def processes(job: Job) -> int:
+    """Processes that make rows: data.num_proc or one a core, no more than pay; where processes cannot be forked, 1."""
+    most = (job.data.num_proc or cores()) if sys.platform == "linux" else 1
+    if any(opened.table is not None for opened in job.sources):
+        return most
+    return min(most, 1 + sum(file.stat().st_size for opened in job.sources for file in opened.files) // PAYS_BYTES)
 
 
 def _chunks(raws: Iterator[Raw]) -> Iterator[list[Raw] | SwiftliteError]:

@@ -48,7 +48,9 @@ def pieces(model: nn.Module) -> list[Piece]:
     return found if announce is None else [replace(p, read=_announced(p.read, announce, i)) for i, p in enumerate(found)]
 
 
-def _announced(read: Callable[[], dict[str, Tensor]], announce: Callable[[int], Any], number: int) -> Callable[[], dict[str, Tensor]]:
+def _announced(
+    read: Callable[[], dict[str, Tensor]], announce: Callable[[int], Any], number: int
+) -> Callable[[], dict[str, Tensor]]:
     def both() -> dict[str, Tensor]:
         announce(number)
         return read()

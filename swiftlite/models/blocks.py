@@ -1,6 +1,7 @@
 """What is done to each decoder block: activations recomputed, or its passes compiled. Before sharding, whose hooks stay outside."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,14 @@ Pass = Callable[..., Any]
 VARIANTS = 64
 
 
-def wrap_blocks(root: nn.Module, blocks: Sequence[str], checkpointing: str, compiled: bool) -> None:
+def wrap_blocks(root: nn.Module, blocks: Sequence[str], checkpointing: str, compiled: bool, offload: bool = False) -> None:
     """Sets how the blocks (module names) run, sharded or not: hooks of sharding stay outside.
 
     Args:
         checkpointing: full: while training only a block's input is kept for the backward pass, all else is computed again;
             selective: attention and half of the matrix products are kept too; none.
         compiled: compile the passes; like blocks share what is compiled. The first step of each shape of rows takes longer.
+        offload: with full checkpointing, blocks' inputs wait for the backward pass in host memory.
     """
     run: Pass = {"none": _plain, "full": _full, "selective": _selective}[checkpointing]
     if compiled:
@@ -40,10 +42,11 @@ def wrap_blocks(root: nn.Module, blocks: Sequence[str], checkpointing: str, comp
         run = torch.compile(run)
     elif checkpointing == "none":
         return
+    keep = HostInputs() if offload else None
     for name in blocks:
         block: Any = root.get_submodule(name)
         # With the block as an argument one compiled function serves all; a closure over each would be compiled for each.
-        block.forward = partial(run, block)
+        block.forward = partial(run, block) if keep is None else partial(keep, run, block)
 
 
 def _plain(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,3 +83,71 @@ def _contexts() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class HostInputs:
+    """Keeps the first input of each block, which recomputation starts from, in host memory between forward and backward pass.
+
+    Copies run on a stream of their own beside the computation; while a block is recomputed, the input of the one before it comes
+    back. Without a GPU the same copies are made in order.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def __call__(self, run: Pass, block: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not (block.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor)):
+            return run(block, *args, **kwargs)
+
+        place, shape = hidden.data_ptr(), hidden.shape
+
+        # What is saved holds on to this function until the backward pass: it must not hold on to the tensor.
+        def pack(tensor: torch.Tensor) -> Any:
+            return self._down(tensor) if tensor.data_ptr() == place and tensor.shape == shape else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._up):
+            return run(block, *args, **kwargs)
+
+    def _down(self, tensor: torch.Tensor) -> "_Kept":
+        kept = _Kept(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda), tensor.device)
+        if self._stream is None:
+            kept.host.copy_(tensor)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                kept.host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+        self._kept.append(kept)
+        return kept
+
+    def _fetch(self, kept: "_Kept") -> None:
+        if kept.back is None:
+            with torch.cuda.stream(self._stream):  # behind its way down, on the same stream
+                kept.back = kept.host.to(kept.device, non_blocking=True)
+
+    def _up(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Kept):
+            return saved  # type: ignore[no-any-return]
+        self._fetch(saved)
+        back = saved.back
+        assert back is not None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            back.record_stream(torch.cuda.current_stream())
+        saved.back = None
+        while self._kept and self._kept.pop() is not saved:
+            pass  # passes that never went back, as of a step that failed
+        if self._kept:
+            self._fetch(self._kept[-1])
+        return back
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A block's input in host memory, and on the device again once it is on its way back."""
+
+    host: torch.Tensor
+    device: torch.device
+    back: torch.Tensor | None = None

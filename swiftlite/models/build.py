@@ -179,7 +179,11 @@ def alone(built: Built) -> list[str]:
     tied to nothing (tied weights must be gathered together, with the root)."""
     root, embedding = built.root, built.root.get_input_embeddings()
     own = {id(p) for p in embedding.parameters()}
-    shared = any(id(p) in own for n, p in root.named_parameters(remove_duplicate=False) if root.get_submodule(n.rpartition(".")[0]) not in set(embedding.modules()))
+    shared = any(
+        id(p) in own
+        for n, p in root.named_parameters(remove_duplicate=False)
+        if root.get_submodule(n.rpartition(".")[0]) not in set(embedding.modules())
+    )
     return built.family.other_blocks(root) + ([] if shared else [name_of(root, embedding)])
 
 
@@ -211,7 +215,7 @@ def build(
     built = skeleton(files, recipe, tokenizer, precision, device)
     root = built.root
     # 4. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
-    head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance))
+    head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance), compiled)
     isolation.attach(root)
     varlen.attach(root)
     if recipe.train.neftune_noise_alpha:
@@ -224,9 +228,7 @@ def build(
     if wrap:
         how = sharding.Sharding(precision.compute, DTYPES[spread.reduce_dtype], spread.offload == "params", spread.prefetch)
         own = alone(built)
-        sharding.shard(
-            root, built.blocks, strategy, world, how, alone=own, forward_methods=head.METHODS + isolation.METHODS
-        )
+        sharding.shard(root, built.blocks, strategy, world, how, alone=own, forward_methods=head.METHODS + isolation.METHODS)
     # Offloaded weights wait in host memory and are fetched to the device by FSDP2; what it does not know of lives there always.
     home = torch.device("cpu") if wrap and how.offload else device
     # 6. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.
@@ -243,7 +245,7 @@ def build(
     weights.require_loaded(root)
     # 8. Where a class does more to its logits than we know, its own forward makes the loss. Without dropout and noise: compared.
     root.eval()
-    ids = torch.arange(8, device=device)[None] % root.config.get_text_config().vocab_size
+    ids = torch.arange(isolation.LENGTH, device=device)[None] % root.config.get_text_config().vocab_size
     if (note := head.verify(root, built.family.inputs({"input_ids": ids}))) is not None:
         built.notes.append(note)
     if (key := joined_by(recipe)) is not None:
@@ -251,7 +253,7 @@ def build(
     root.train()
     sharding.reshard(root)
     # 9. Last, so that the short rows of the trials above compile nothing.
-    wrap_blocks(root, built.blocks, checkpointing, compiled)
+    wrap_blocks(root, built.blocks, checkpointing, compiled, recipe.train.activation_offload)
     return built, world
 
 

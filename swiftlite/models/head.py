@@ -4,6 +4,7 @@ Positions without a label are dropped before the head; the others pass through i
 positions, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -59,6 +60,7 @@ class LinearNLL(torch.autograd.Function):
         target_N: Tensor,
         transform: LogitTransform,
         smoothing: float,
+        chunk: "Chunk",
     ) -> Tensor:
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden_ND) if need_h else None
@@ -68,19 +70,10 @@ class LinearNLL(torch.autograd.Function):
         size = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
         for start in range(0, len(target_N), size):
             hidden, target = hidden_ND[start : start + size], target_N[start : start + size, None]
-            logits = transform(F.linear(hidden, weight_VD, bias_V))
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            total += (lse - (1 - smoothing) * logits.gather(-1, target)).sum()
-            if smoothing:
-                total -= smoothing * logits.mean(-1).sum()
-            if not (need_h or need_w or need_b):
+            nll, grad = chunk(F.linear(hidden, weight_VD, bias_V), target, transform, smoothing, need_h or need_w or need_b)
+            total += nll
+            if grad is None:
                 continue
-            slope = 1.0 if not transform.softcap else 1 - (logits / transform.softcap).square()
-            grad = logits.sub_(lse).exp_()
-            grad.scatter_add_(-1, target, torch.full_like(lse, smoothing - 1))
-            if smoothing:
-                grad.sub_(smoothing / logits.shape[-1])
-            grad = (grad * slope if transform.softcap else grad).mul_(transform.scale).to(hidden.dtype)
             if grad_h is not None:
                 torch.mm(grad, weight_VD, out=grad_h[start : start + size])
             if grad_w is not None:
@@ -98,7 +91,47 @@ class LinearNLL(torch.autograd.Function):
             None if g is None else g.mul_(factor.to(g.dtype)).to(d) for g, d in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         ctx.grads = None  # multiplied in place: a second backward pass would be wrong, and fails here instead
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
+
+
+Chunk = Callable[[Tensor, Tensor, LogitTransform, float, bool], tuple[Tensor, Tensor | None]]
+
+
+def chunk_eager(
+    raw: Tensor, target: Tensor, transform: LogitTransform, smoothing: float, need_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over the rows of `raw` [N, V] (the head's output) of the smoothed nll of `target` [N, 1], fp32, and d sum / d raw in the
+    type of `raw`. Works in place where it can: the logits of a chunk are the largest tensors of a step.
+    """
+    logits = transform(raw)
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    total = (lse - (1 - smoothing) * logits.gather(-1, target)).sum()
+    if smoothing:
+        total -= smoothing * logits.mean(-1).sum()
+    if not need_grad:
+        return total, None
+    slope = 1.0 if not transform.softcap else 1 - (logits / transform.softcap).square()
+    grad = logits.sub_(lse).exp_()
+    grad.scatter_add_(-1, target, torch.full_like(lse, smoothing - 1))
+    if smoothing:
+        grad.sub_(smoothing / logits.shape[-1])
+    return total, (grad * slope if transform.softcap else grad).mul_(transform.scale).to(raw.dtype)
+
+
+def chunk_fused(
+    raw: Tensor, target: Tensor, transform: LogitTransform, smoothing: float, need_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same without updates in place, for the compiler: it reads the raw logits twice and never writes fp32 ones."""
+    logits = transform(raw)
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    total = (lse - (1 - smoothing) * logits.gather(-1, target)).sum() - smoothing * logits.mean(-1).sum()
+    if not need_grad:
+        return total, None
+    hit = torch.arange(raw.shape[-1], device=raw.device) == target
+    grad = (logits - lse).exp() - torch.where(hit, 1 - smoothing, 0.0) - smoothing / raw.shape[-1]
+    if transform.softcap:
+        grad = grad * (1 - (logits / transform.softcap).square())
+    return total, (grad * transform.scale).to(raw.dtype)
 
 
 @dataclass(frozen=True)
@@ -160,7 +193,7 @@ def _nll(root: Any, values: Tensor, target_N: Tensor, smoothing: float) -> Tenso
     if transform is None:
         return F.cross_entropy(values.float(), target_N, reduction="sum", label_smoothing=smoothing)
     if type(head) is nn.Linear or type(head).__name__ == "FSDPLinear":
-        total: Tensor = LinearNLL.apply(values, head.weight, head.bias, target_N, transform, smoothing)
+        total: Tensor = LinearNLL.apply(values, head.weight, head.bias, target_N, transform, smoothing, root.swiftlite_chunk)
         return total
 
     # An adapted head is called as the module it is; its logits are made again in the backward pass instead of being kept.
@@ -182,8 +215,13 @@ def head_gap(root: Any, inputs: dict[str, Tensor]) -> Tensor:
 METHODS = ("nll_sum", "head_gap")
 
 
-def attach(root: Any, added: Added | None = None) -> None:
-    """Gives `root` the methods of this module: FSDP2 gathers weights for registered methods of the root and for nothing else."""
+def attach(root: Any, added: Added | None = None, compiled: bool = False) -> None:
+    """Gives `root` the methods of this module: FSDP2 gathers weights for registered methods of the root and for nothing else.
+
+    Args:
+        compiled: compile what is done to the logits; numbers of rows vary, so for any.
+    """
+    root.swiftlite_chunk = torch.compile(chunk_fused, dynamic=True) if compiled else chunk_eager
     root.swiftlite_added, root.swiftlite_masks = added or Added(), None
     has_head = isinstance(root.get_output_embeddings(), nn.Module)
     root.swiftlite_head = LogitTransform.of(root.config.get_text_config()) if has_head else None

@@ -14,8 +14,9 @@ from swiftlite.models.head import body
 from swiftlite.recipe.errors import RecipeError
 
 METHODS = ("pack_gap",)
-# Tokens of each of the two samples that are joined: together what flex_attention takes at least for a whole kernel.
-LENGTH = 64
+# Tokens of each of the two samples that are joined: fewer go another way in flex_attention, which many query heads a key/value
+# head overflow.
+LENGTH = 128
 
 
 def attach(root: Any) -> None:

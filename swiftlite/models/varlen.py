@@ -16,8 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "varlen"
-# torch 2.11 has no such argument: there every key/value head is repeated for its query heads.
+# torch 2.11 has no such argument, and takes fewer key/value heads as they are.
 GROUPED_HEADS = "enable_gqa" in signature(varlen_attn).parameters
+BOUNDS = 128
 # What some classes hand to their attention, and this one would leave out.
 REFUSED = ("softcap", "s_aux", "position_bias")
 
@@ -28,18 +29,25 @@ class Segments:
 
     Attributes:
         ends: end of each segment, on the host.
-        bounds: [N + 1] int32 on the batch's device: 0 and the ends.
+        bounds: [N + 1] int32 on the batch's device: 0 and the ends; on a GPU the last one again up to a multiple of BOUNDS, and
+            longest up to a power of two, so that compiled blocks meet few shapes.
         longest: tokens of the longest segment.
+        total: B * T.
     """
 
     ends: tuple[int, ...]
     bounds: Tensor
     longest: int
+    total: int
 
     @classmethod
     def of(cls, ends: list[int], device: torch.device) -> "Segments":
         longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
-        return cls(tuple(ends), torch.tensor([0, *ends], dtype=torch.int32).to(device, non_blocking=True), longest)
+        bounds = [0, *ends]
+        if device.type == "cuda":
+            bounds += bounds[-1:] * (-len(bounds) % BOUNDS)
+            longest = max(BOUNDS, 1 << (longest - 1).bit_length())
+        return cls(tuple(ends), torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), longest, ends[-1])
 
 
 def segments_of(position_ids: Tensor) -> Segments:
@@ -118,8 +126,8 @@ def attention(
         done: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal)[0]
         return done, None
     segments = segments or Segments.of([length * (i + 1) for i in range(rows)], query.device)
-    if segments.ends[-1] != rows * length:
-        raise ValueError(f"segments of {segments.ends[-1]} tokens for a batch of {rows * length}")
+    if segments.total != rows * length:
+        raise ValueError(f"segments of {segments.total} tokens for a batch of {rows * length}")
     scale = size**-0.5 if scaling is None else scaling
     if dropout == 0 and _has_kernel(query, value):
         return _kernel(query, key, value, segments, scale, sliding_window), None
@@ -137,11 +145,8 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
     rows, heads, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     more: dict[str, Any] = {}
-    if heads != key.shape[1]:
-        if GROUPED_HEADS:
-            more = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    if heads != key.shape[1] and GROUPED_HEADS:
+        more = {"enable_gqa": True}
     # The kernel takes one head size for all three, in whole eights; zeros add nothing to a score.
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))

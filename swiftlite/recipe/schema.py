@@ -88,7 +88,9 @@ class DataSection(Section):
     on_bad_rows: Literal["error", "skip"] = Field("error", description="Stop at a row that cannot be used, or skip and count it.")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="With on_bad_rows skip: stop above this share of bad rows.")
     num_proc: PositiveInt | None = Field(None, description="Processes that prepare rows. Default: cores.")
-    cache_dir: str | None = Field(None, description="Folder of prepared rows, kept between runs. Default ~/.cache/swiftlite/data.")
+    cache_dir: str | None = Field(
+        None, description="Folder of prepared rows, kept between runs. Default ~/.cache/swiftlite/data."
+    )
 
 
 class LoraSection(Section):
@@ -153,6 +155,9 @@ class TrainSection(Section):
         None,
         description="Compute activations of each block again in the backward pass; selective keeps attention and half of the "
         "matrix products. Default full on a GPU, none on a CPU.",
+    )
+    activation_offload: bool = Field(
+        False, description="With gradient_checkpointing full: keep the blocks' inputs in host memory until the backward pass."
     )
     torch_compile: Literal["auto"] | bool = Field(
         "auto", description="Compile each block; auto: on a GPU where rows are packed, and so have one shape."

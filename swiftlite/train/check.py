@@ -10,12 +10,14 @@ from swiftlite.data.report import dump as dump_rows
 from swiftlite.data.report import preview
 from swiftlite.data.report import table as rows_table
 from swiftlite.data.streaming import Stream
+from swiftlite.dist.launch import processes
 from swiftlite.export.folder import check_target
 from swiftlite.models.adapters import coverage
-from swiftlite.models.build import skeleton
+from swiftlite.models.build import groups, skeleton
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.load import Loaded
+from swiftlite.recipe.resolve import resolve
 from swiftlite.recipe.show import table
 from swiftlite.train.console import Console, calm_libraries
 from swiftlite.train.memory import MemoryPlan, plan_memory
@@ -23,14 +25,15 @@ from swiftlite.train.plan import Plan, make_plan
 from swiftlite.train.trained import export_facts, trained_of
 
 
-def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> dict[str, Any]:
+def check(loaded: Loaded, console: Console, dump: str | Path | None = None, nproc: int | None = None) -> dict[str, Any]:
     """Prints what a run will be made of, and returns it for machines; see `swiftlite.api.check`.
 
     Raises:
         RecipeError, DataError, ModelError: with what to change.
     """
     calm_libraries()
-    plan = make_plan(loaded, need_weights=False)
+    size = nproc or processes(None, loaded.recipe.train.device, loaded.recipe.strategy.name)
+    plan = make_plan(resolve(loaded, size) if size > 1 else loaded, need_weights=False, world_size=size)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, plan.precision, plan.device)
     settled = plan.settled(built.root.config)
     trained = trained_of(built, plan.files, plan.tokenizer, plan.recipe, plan.precision, export_facts(plan))
@@ -48,7 +51,8 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
     colour = console.rich.is_terminal
     console.line(f"the first rows as the model gets them, trained tokens {'in green' if colour else 'between {+ and +}'}")
     console.line(preview(plan.train.samples, plan.tokenizer, colour=colour).rstrip("\n") + "\n")
-    for text in [*covered.lines(), *plan.step_lines(), *memory.lines(), *(f"note: {n}" for n in notes)]:
+    spread = groups(built) if size > 1 else []
+    for text in [*covered.lines(), *plan.step_lines(), *spread, *memory.lines(), *(f"note: {n}" for n in notes)]:
         console.line(text)
     if dump is not None:
         # Of a stream the first rows, not packed.
@@ -57,6 +61,7 @@ def check(loaded: Loaded, console: Console, dump: str | Path | None = None) -> d
         units = loader.units(0) if packed else [[i] for i in range(len(samples))]
         dump_rows(([samples[i] for i in unit] for unit in units), dump)
         console.line(f"dumped    {len(units):,} {'packs' if packed else 'rows'} to {dump}")
+    memory.refuse()
     return {
         "rows": None if isinstance(plan.loader, Stream) else len(plan.train.samples),
         "steps": plan.schedule.total,

@@ -43,6 +43,7 @@ class Plan:
     device: torch.device
     precision: Precision
     strategy: Strategy
+    world_size: int
     checkpointing: str
     compiled: bool
     train: Prepared
@@ -116,7 +117,7 @@ class Plan:
         device = self.device.type
         found = [
             ("model.attn_implementation", config._attn_implementation, f"family: {config.model_type}"),
-            ("strategy.name", self.strategy.name, f"derived: {ranks().size} process{'es' * (ranks().size > 1)}"),
+            ("strategy.name", self.strategy.name, f"derived: {self.world_size} process{'es' * (self.world_size > 1)}"),
             ("train.device", device, "device: the first of cuda, mps, cpu that is here"),
             ("train.precision", self.precision.name, f"device: {device}"),
             ("train.gradient_checkpointing", self.checkpointing, f"device: {device}"),
@@ -126,17 +127,20 @@ class Plan:
         return [row for row in found if data[row[0].partition(".")[0]][row[0].partition(".")[2]] in (None, "auto")]
 
 
-def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
+def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | None = None) -> Plan:
     """Reads model files (without weights on request) and data, and plans every step.
+
+    Args:
+        world_size: ranks to plan for; default those that are here.
 
     Raises:
         RecipeError, ModelError, DataError: with what to change.
     """
     install(loaded.plugins)  # another recipe may have been loaded since
-    recipe, notes = loaded.recipe, list(loaded.notes)
+    recipe, notes, world_size = loaded.recipe, list(loaded.notes), world_size or ranks().size
     if recipe.data.streaming:
         check_keys(recipe.data, recipe.train.max_steps)
-    device, precision, strategy = _machine(recipe)
+    device, precision, strategy = _machine(recipe, world_size)
     files = resolve_model(recipe.model, need_weights=need_weights)
     text = load_config(files, recipe)[0].get_text_config()
     tokenizer = load_tokenizer(files, recipe.model)
@@ -168,19 +172,28 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True) -> Plan:
         if report is not None:
             reports[name] = report
         evals[name] = Loader(
-            samples, seed=0, order="sequential", rows_per_step=eval_size * ranks().size, micro_batch=eval_size, pad_id=pad, **joined
+            samples,
+            seed=0,
+            order="sequential",
+            rows_per_step=eval_size * ranks().size,
+            micro_batch=eval_size,
+            pad_id=pad,
+            **joined,
         )
     notes += renderer.notes + train.notes
     _check_metric(recipe, evals)
     for samples in (train.samples, *(loader.samples for loader in evals.values())):
         _check_ids(samples, rows, tokenizer)
     checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
+    if recipe.train.activation_offload and checkpointing != "full":
+        what = f"it keeps what full checkpointing starts from, and gradient_checkpointing is {checkpointing}"
+        raise RecipeError(what, where="train.activation_offload", fix="Set train.gradient_checkpointing: full.")
     compiled = recipe.train.torch_compile
     if compiled == "auto":
         compiled = device.type == "cuda" and recipe.data.packing
     schedule = Schedule.of(recipe, loader.steps_per_epoch)
     return Plan(
-        loaded, files, tokenizer, renderer, device, precision, strategy, checkpointing, compiled,
+        loaded, files, tokenizer, renderer, device, precision, strategy, world_size, checkpointing, compiled,
         train, loader, evals, schedule, reports, data_hash, notes,
     )  # fmt: skip
 
@@ -202,11 +215,11 @@ def _training_rows(
     return train, Loader(train.samples, **steps), train.samples.digest
 
 
-def _machine(recipe: Recipe) -> tuple[torch.device, Precision, Strategy]:
+def _machine(recipe: Recipe, world_size: int) -> tuple[torch.device, Precision, Strategy]:
     """Device, types and strategy, which must go together."""
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)
-    default = "none" if ranks().size == 1 else "fsdp"
+    default = "none" if world_size == 1 else "fsdp"
     strategy: Strategy = tables.load(tables.STRATEGIES, recipe.strategy.name or default, "strategy.name")
     if device.type == "mps" and strategy.sharded:
         raise RecipeError("FSDP2 does not run on mps", where="strategy.name", fix="Use strategy: none.")

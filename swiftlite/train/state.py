@@ -32,6 +32,7 @@ LAYOUT = (
     "train.gradient_accumulation_steps",
     "train.device",
     "train.gradient_checkpointing",
+    "train.activation_offload",
     "train.torch_compile",
 )
 

@@ -28,6 +28,7 @@ pytestmark = linux
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes for sets of any size, and small chunks."""
     monkeypatch.setattr(workers, "PAYS_FROM", 0)
+    monkeypatch.setattr(workers, "PAYS_BYTES", 1)
     monkeypatch.setattr(workers, "CHUNK_ROWS", 7)
 
 
@@ -119,12 +120,24 @@ def test_a_process_that_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
 
 
+def test_small_sets_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "PAYS_FROM", 100)
+    for lines, size, started in ((90, 1, False), (200, 2**20, False), (200, 1, True)):
+        monkeypatch.setattr(workers, "PAYS_BYTES", size)
+        made: list[int] = []
+        original = workers._Pool._start
+        with monkeypatch.context() as patch:
+            patch.setattr(workers._Pool, "_start", lambda pool, made=made, go=original: made.append(pool.num_proc) or go(pool))
+            prep(write(tmp_path / f"{lines}{size}.jsonl", [{"messages": C1}] * lines), num_proc=2, cache_dir=str(tmp_path / "c"))
+        assert made == ([2] if started else [])
+
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
 from swiftlite.data import workers
 from tests.data.preparing import prep
-workers.PAYS_FROM, workers.CHUNK_ROWS = 0, 7
+workers.PAYS_FROM, workers.PAYS_BYTES, workers.CHUNK_ROWS = 0, 1, 7
 original = workers._make_chunk
 def slow(*args):
     time.sleep(0.05)

@@ -16,7 +16,8 @@ from tests.fixtures import model
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_equals_plain_cross_entropy(monkeypatch, softcap, scale, bias, frozen, smoothing):
+@pytest.mark.parametrize("chunk", [head.chunk_eager, head.chunk_fused])
+def test_equals_plain_cross_entropy(monkeypatch, softcap, scale, bias, frozen, smoothing, chunk):
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 31 * 4)  # several chunks, the last one short
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(31, 8, requires_grad=not frozen)
@@ -25,7 +26,7 @@ def test_equals_plain_cross_entropy(monkeypatch, softcap, scale, bias, frozen, s
     transform = LogitTransform(scale, softcap)
     inputs = [t for t in (hidden, weight, b) if t is not None and t.requires_grad]
 
-    loss = LinearNLL.apply(hidden, weight, b, target, transform, smoothing)
+    loss = LinearNLL.apply(hidden, weight, b, target, transform, smoothing, chunk)
     grads = torch.autograd.grad(loss * 0.37, inputs)
     logits = F.linear(hidden, weight, b) * scale
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -39,7 +40,7 @@ def test_equals_plain_cross_entropy(monkeypatch, softcap, scale, bias, frozen, s
 
 def test_a_second_backward_fails_instead_of_being_wrong():
     hidden = torch.randn(4, 8, requires_grad=True)
-    loss = LinearNLL.apply(hidden, torch.randn(9, 8), None, torch.randint(0, 9, (4,)), LogitTransform(), 0.0)
+    loss = LinearNLL.apply(hidden, torch.randn(9, 8), None, torch.randint(0, 9, (4,)), LogitTransform(), 0.0, head.chunk_eager)
     loss.backward(retain_graph=True)
     with pytest.raises(TypeError):
         loss.backward()

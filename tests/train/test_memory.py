@@ -1,11 +1,15 @@
 """The memory plan against what a model really takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.dist.world import leave
+from swiftlite.dist.strategies import DDP, FSDP, Strategy
 from swiftlite.models.build import Precision, skeleton
+from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.schema import TrainSection
 from swiftlite.train.console import Console
 from swiftlite.train.memory import GIB, MemoryPlan, plan_memory, reckon
@@ -119,19 +123,19 @@ def test_every_optimizer_says_what_it_holds(tmp_path, optim):
     assert memory.optimizer == numbers * 4 * sum(p.numel() for p in run.masters.values())
 
 
-def llama_8b(path, rows: int, tokens: int, checkpointing: bool) -> MemoryPlan:
-    """The plan for a GPU of the Llama-3.1-8B shape with LoRA r=16, made on meta."""
+def llama_8b(path, rows: int, tokens: int, checkpointing: str, lora: bool = True, strategy: Strategy = FSDP, **how) -> MemoryPlan:
+    """The plan for a GPU of the Llama-3.1-8B shape with LoRA r=16, or in full, made on meta."""
     config = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     }  # fmt: skip
-    loaded = recipe(path, lora={"rank": 16}, model={"config_overrides": config}, strategy="fsdp")
+    loaded = recipe(path, model={"config_overrides": config}, strategy="fsdp", **({"lora": {"rank": 16}} if lora else {}))
     plan = make_plan(loaded, need_weights=False)
     bf16 = Precision("bf16", torch.bfloat16, torch.float32)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, bf16, plan.device)
     return reckon(
-        built, TrainSection(), rows, tokens, precision=bf16, strategy=plan.strategy, checkpointing=checkpointing,
-        device=plan.device,
+        built, TrainSection(), rows, tokens, precision=bf16, strategy=strategy, checkpointing=checkpointing,
+        device=plan.device, **how,
     )  # fmt: skip
 
 
@@ -147,9 +151,39 @@ def test_the_8b_recipe_on_a_gpu(tmp_path):
     assert "block inputs 4.00" in text
 
 
+COMPILED = {"compiled": True}
+TWO = {**COMPILED, "size": 2, "shards": 2}
+
+
+@pytest.mark.parametrize(
+    ("peak", "rows", "checkpointing", "how"),
+    [
+        (25.4, 4, "full", COMPILED),
+        (50.7, 2, "none", COMPILED),
+        (66.0, 4, "selective", COMPILED),
+        (19.5, 4, "full", TWO),
+        (25.5, 4, "full", {**TWO, "shards": 1, "strategy": DDP}),
+        (65.3, 4, "full", {**TWO, "lora": False}),
+    ],
+    ids=str,
+)
+def test_what_an_h200_took_is_within_a_tenth(tmp_path, peak, rows, checkpointing, how):
+    assert llama_8b(tmp_path, rows, 4096, checkpointing, **how).total / GIB == pytest.approx(peak, rel=0.1)
+
+
+def test_full_tuning_of_8b_does_not_fit_whole_on_each_gpu(tmp_path):
+    plan = llama_8b(tmp_path, 4, 4096, "full", lora=False, strategy=DDP, **{**TWO, "shards": 1})
+    with pytest.raises(RecipeError, match=r"a step needs about 1[345]\d\.\d GiB on each GPU, which has 139\.8"):
+        replace(plan, device="cuda", there=round(139.8 * GIB)).refuse()
+
+
 def test_a_device_that_is_too_small_is_warned_about():
-    plan = MemoryPlan(3 * GIB, 1, 1, 1, 1, 1, 4, 128, False, "cuda", 2 * GIB)
+    plan = MemoryPlan(3 * GIB, 1, 1, 1, 1, 1, 1, 4, 128, "none", "cuda", 2 * GIB)
     assert "2.00 GiB that cuda has here" in str(plan.warning())
     assert "gradient_checkpointing: full" in str(plan.warning())
-    assert MemoryPlan(GIB, 1, 1, 1, 1, 1, 4, 128, False, "cuda", 2 * GIB).warning() is None
-    assert MemoryPlan(GIB, 1, 1, 1, 1, 1, 4, 128, False, "cuda", None).warning() is None
+    with pytest.raises(RecipeError, match=r"memory: a step needs about 3\.00 GiB on each GPU, which has 2\.00.*Shard more"):
+        plan.refuse()
+    for there in (2 * GIB, None):
+        fits = MemoryPlan(GIB, 1, 1, 1, 1, 1, 1, 4, 128, "none", "cuda", there)
+        assert fits.warning() is None
+        fits.refuse()

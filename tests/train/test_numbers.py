@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.dist.tensors import whole
 from swiftlite.dist.world import leave
+from swiftlite.models.blocks import HostInputs
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.train.console import Console
 from swiftlite.train.loop import evaluate, train_step
@@ -94,9 +95,12 @@ def test_first_step_equals_plain_pytorch(tmp_path, kind, lora, strategy):
         leave()
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize(("kind", "offload"), [("full", False), ("full", True), ("selective", False)])
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
-def test_activation_checkpointing_changes_nothing(tmp_path, strategy, kind):
+def test_activation_checkpointing_changes_nothing(tmp_path, strategy, kind, offload, monkeypatch):
+    came_back = []
+    monkeypatch.setattr(HostInputs, "_up", lambda self, saved, up=HostInputs._up: (came_back.append(saved), up(self, saved))[1])
+
     def run(kind):
         return first_step(
             recipe(
@@ -104,7 +108,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path, strategy, kind):
                 rows=token_rows(LENGTHS),
                 lora=LORA,
                 strategy=strategy,
-                train={"gradient_checkpointing": kind, "global_batch_size": 4},
+                train={"gradient_checkpointing": kind, "global_batch_size": 4, "activation_offload": offload and kind == "full"},
             )
         )
 
@@ -112,6 +116,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path, strategy, kind):
     assert off.loss == pytest.approx(on.loss, rel=1e-6)
     for name in off_grads:
         torch.testing.assert_close(off_grads[name], on_grads[name], rtol=1e-5, atol=1e-8)
+    assert len([s for s in came_back if not torch.is_tensor(s)]) == (8 if offload else 0)  # two blocks, four passes
 
 
 def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path):

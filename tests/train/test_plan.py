@@ -53,3 +53,8 @@ def test_weights_are_for_training_rows(tmp_path):
     with pytest.raises(RecipeError, match="every row of an evaluation set counts once") as error:
         make_plan(recipe(tmp_path, data={"eval": [{"path": str(rows), "weight": 2}]}))
     assert error.value.exit_code == 2
+
+
+def test_activation_offload_without_checkpointing_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"train\.activation_offload: .*gradient_checkpointing is none.*full"):
+        make_plan(recipe(tmp_path, train={"activation_offload": True}))

@@ -39,13 +39,21 @@ def steps(loaded: Loaded, count: int) -> dict:
     run.optimizer.zero_grad = keep
     reports = [train_step(run, run.plan.loader.group(step), run.recipe.train.learning_rate) for step in range(count)]
     weights = {n: whole(p).clone() for n, p in run.root.named_parameters() if p.requires_grad}
-    return {"loss": reports[0].loss, "norm": reports[0].grad_norm, "tokens": reports[0].trained_tokens, "grads": grads, "weights": weights}
+    return {
+        "loss": reports[0].loss,
+        "norm": reports[0].grad_norm,
+        "tokens": reports[0].trained_tokens,
+        "grads": grads,
+        "weights": weights,
+    }
 
 
 def assert_same(found: dict, expected: dict) -> None:
     """DESIGN's tolerance: losses and norms 1e-5, gradients 5e-6 per tensor, weights after AdamW at 1e-3 to 1e-4."""
     assert found["tokens"] == expected["tokens"]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5) and found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5) and found["norm"] == pytest.approx(
+        expected["norm"], rel=1e-5
+    )
     assert found["grads"].keys() == expected["grads"].keys()
     for name, grad in expected["grads"].items():
         if grad.norm() > 1e-6 * expected["norm"]:
@@ -55,7 +63,16 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 def one(path, kind, method, strategy, micro=1, **keys):
-    sections = {"strategy": strategy, "train": {"global_batch_size": 8, "per_device_train_batch_size": micro, "learning_rate": 1e-3, "max_grad_norm": 1.0, **keys}}
+    sections = {
+        "strategy": strategy,
+        "train": {
+            "global_batch_size": 8,
+            "per_device_train_batch_size": micro,
+            "learning_rate": 1e-3,
+            "max_grad_norm": 1.0,
+            **keys,
+        },
+    }
     return recipe(path, rows=token_rows(LENGTHS), kind=kind, **sections, **({"lora": LORA} if method == "lora" else {}))
 
 

@@ -55,7 +55,12 @@ def test_a_run_on_two_ranks_leaves_what_one_leaves(tmp_path, lora, strategy):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"), [(1, "none"), (2, "fsdp"), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((4, "fsdp"), (2, "ddp"), (1, "fsdp"), (4, "hsdp")))]
+    ("size", "strategy"),
+    [
+        (1, "none"),
+        (2, "fsdp"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((4, "fsdp"), (2, "ddp"), (1, "fsdp"), (4, "hsdp"))),
+    ],
 )
 def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(tmp_path, size, strategy):
     """Stopped after step 6 of 8, in the middle of epoch 2."""
@@ -64,7 +69,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(tmp_path, size, strateg
     files = {p.name for p in (tmp_path / "parts" / "checkpoints" / "step-000006").iterdir()}
     assert {"trainable-00001-of-00002.safetensors", "trainable-00002-of-00002.safetensors"} <= files
     hsdp = {"name": "hsdp", "shard": 2}
-    again = made(tmp_path, "parts", lora=False, steps=8, export=[], strategy=hsdp if strategy == "hsdp" else strategy, checkpoint={"resume": "auto"})
+    again = made(
+        tmp_path,
+        "parts",
+        lora=False,
+        steps=8,
+        export=[],
+        strategy=hsdp if strategy == "hsdp" else strategy,
+        checkpoint={"resume": "auto"},
+    )
     train(again) if size == 1 else run_ranks(size, train, again)
     whole, parts = (Saved(tmp_path / name / "checkpoints" / "step-000008") for name in ("whole", "parts"))
     exact = (size, strategy) == (2, "fsdp")
@@ -72,7 +85,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(tmp_path, size, strateg
         assert set(whole.names(group)) == set(parts.names(group))
         for name in whole.names(group):
             torch.testing.assert_close(parts.rows(group, name), whole.rows(group, name), rtol=0, atol=0 if exact else 2e-5)
-    assert losses(tmp_path / "parts") == (losses(tmp_path / "whole") if exact else pytest.approx(losses(tmp_path / "whole"), rel=1e-5))
+    assert losses(tmp_path / "parts") == (
+        losses(tmp_path / "whole") if exact else pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    )
 
 
 def test_a_checkpoint_of_one_process_goes_on_on_two(tmp_path):
