@@ -5,6 +5,7 @@
 `model` names a folder with config.json and tokenizer files, as `benchmarks/random_model.py SHAPE FOLDER --no-weights` writes it.
 """
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,27 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from swiftlite.cli.main import main  # noqa: E402
-from swiftlite.dist.launch import ranks  # noqa: E402
-from swiftlite.dist.tensors import local  # noqa: E402
-from swiftlite.models import build, weights  # noqa: E402
-from swiftlite.models.placing import materialise  # noqa: E402
-from swiftlite.train import plan  # noqa: E402
+from swiftlite.cli.main import main
+from swiftlite.dist.tensors import copy_into, local
+from swiftlite.models import build, weights
+from swiftlite.models.placing import materialise
+from swiftlite.train import plan
 
 
 def draw(root: Any, tensors: Any, mapping: Any, device: torch.device, where: object) -> list[str]:
-    """In place of `weights.stream`: normal numbers for matrices, ones for vectors."""
-    torch.manual_seed(ranks().rank)
+    """In place of `weights.stream`: normal numbers for matrices, ones for vectors; by name alone, so on any sharding the same."""
     view = weights.BaseView(root)
-    for name in view.names.values():
+    where_computed = "cuda" if torch.cuda.is_available() else "cpu"
+    for base, name in view.names.items():
         path, _, leaf = name.rpartition(".")
-        module = root.get_submodule(path)
-        parameter = local(materialise(module, leaf, device).detach())
-        if parameter.is_floating_point():
-            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+        parameter = materialise(root.get_submodule(path), leaf, device)
+        if parameter.ndim > 1:
+            seed = int.from_bytes(hashlib.sha256(base.encode()).digest()[:6], "big")
+            generator = torch.Generator(where_computed).manual_seed(seed)
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=where_computed)
+            copy_into(parameter, full.normal_(std=0.02, generator=generator))
+        elif parameter.is_floating_point():
+            local(parameter.detach()).fill_(1.0)
     weights._tie(view, dict(getattr(root, "all_tied_weights_keys", None) or {}), set())
     return ["weights are drawn at random"]
 

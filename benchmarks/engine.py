@@ -3,11 +3,12 @@
     python benchmarks/engine.py /tmp/bench 2 fsdp-lora fsdp-full ...      (2: GPUs; cases: see CASES)
 
 Work: rows of exactly 4,096 tokens, all trained, AdamW, clipping at 1.0, or packed chat rows of log-normal length (mean about 425
-tokens, cut at 4,096). Tokens/s is per GPU and of real tokens, median over steps after three of warm-up; `planned` is what the plan
-printed before step 1 says, `peak` what torch allocated.
+tokens, cut at 4,096). Tokens/s is per GPU and of real tokens, median over steps after three of warm-up; `planned` is what is said
+before step 1, `peak` what torch allocated.
 """
 
 import json
+import os
 import random
 import re
 import statistics
@@ -85,7 +86,9 @@ def run(folder: Path, gpus: int, case: str, extra: list[str]) -> None:
     ]
     began = time.time()
     command += ["benchmarks/drawn.py", "train", str(recipe), *settings, *keys, *extra]
-    subprocess.run(command, check=True, cwd=ROOT)
+    # torchrun would give each process one core, and an offloaded optimizer runs on the CPU.
+    threads = str(max(1, (os.cpu_count() or 1) // gpus))
+    subprocess.run(command, check=True, cwd=ROOT, env={"OMP_NUM_THREADS": threads, **os.environ})
     steps = [r for r in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if r["step"] > 3]
     planned = re.search(r"memory    about ([\d.]+)", (output / "train.log").read_text())
     found = {

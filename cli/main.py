@@ -18,6 +18,7 @@ from swiftlite.cli.explain import explain
 from swiftlite.cli.export import export
 from swiftlite.cli.generate import generate
 from swiftlite.cli.recipes import recipes
+from swiftlite.cli.selftest import selftest
 from swiftlite.cli.train import train
 from swiftlite.dist import launch, worker
 from swiftlite.recipe.errors import SwiftliteError
@@ -32,6 +33,7 @@ VERBS = {
     "download": download,
     "recipes": recipes,
     "explain": explain,
+    "selftest": selftest,
     "env": env,
 }
 

@@ -20,12 +20,10 @@ from swiftlite.recipe.load import Loaded, load_recipe
 if TYPE_CHECKING:
     from swiftlite.infer.load import Target
 
-__all__ = ["chat", "check", "download", "evaluate", "export", "generate", "load_recipe", "train"]
+__all__ = ["chat", "check", "download", "evaluate", "export", "generate", "load_recipe", "selftest", "train"]
 
 
-def check(
-    loaded: Loaded, *, dump: str | Path | None = None, nproc: int | None = None, quiet: bool = False
-) -> dict[str, Any]:
+def check(loaded: Loaded, *, dump: str | Path | None = None, nproc: int | None = None, quiet: bool = False) -> dict[str, Any]:
     """Everything that can be known before step 1, on a CPU, without weights: data, masks, adapters, steps, memory. Prints it.
 
     Args:
@@ -124,6 +122,27 @@ def download(model: str, *, hub: str = "hf", revision: str | None = None) -> Pat
     from swiftlite.models.sources import download_model
 
     return download_model(model, hub_name=hub, revision=revision)
+
+
+def selftest(*, nproc: int | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Trains a tiny model in one process, then under every strategy and split, and compares what is learned. Prints a table.
+
+    Args:
+        nproc: processes; None: one for each GPU, or two on a machine without. More than there are GPUs work on the CPU.
+        quiet: prints nothing.
+
+    Returns:
+        JSON-able: size (processes), device, steps, allowed {what: largest relative difference}, cases [{name, differences,
+        tensors (where they are largest), ok}], failed (a line for each case that is not ok), seconds.
+
+    Raises:
+        RecipeError: a launcher has started this process.
+        SwiftliteError: a case did not come to its end.
+    """
+    from swiftlite.train import selftest as testing
+    from swiftlite.train.console import Console
+
+    return testing.selftest(nproc, Console(quiet=quiet))
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ os.environ |= {
 }
 for name in ("HF_TOKEN", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and processes that tests interrupt would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class NetworkRefused(ConnectionRefusedError):

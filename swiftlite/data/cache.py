@@ -77,6 +77,7 @@ def key(job: Job) -> str:
         "renderer": job.renderer.keys,
         "tokenizer": _tokenizer(job.renderer),
         "max_length": job.max_length,
+        "eats": job.eats,
         "seed": job.seed if any(opened.source.sample for opened in job.sources) else None,
         "today": date.today().isoformat() if "strftime_now" in templates else None,
         "code": _code(),

@@ -1,7 +1,7 @@
 """Row formats: what the columns of a row mean. One `Format` a line of the FORMATS table; found by columns, never guessed."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from swiftlite.data.messages import RowError as RowError
@@ -19,6 +19,7 @@ class Conversation:
 
     `spans` are the trained characters [start, end) of a text whose row names them; None: all of it.
     `completion_from` is the index of the first message that is not prompt, in prompt/completion rows made of messages.
+    `rejected` is what a pair's worse answer has in place of the completion: text, or messages.
     """
 
     source: str
@@ -32,32 +33,60 @@ class Conversation:
     spans: list[tuple[int, int]] | None = None
     input_ids: list[int] = field(default_factory=list)
     labels: list[int] | None = None
+    rejected: str | list[dict[str, Any]] | None = None
+
+    @property
+    def sides(self) -> list["Conversation"]:
+        """Of a pair the conversation with the better answer and that with the worse one; of any other row itself."""
+        if self.rejected is None:
+            return [self]
+        if isinstance(self.rejected, str):
+            return [replace(self, rejected=None), replace(self, completion=self.rejected, rejected=None)]
+        worse = self.messages[: self.completion_from] + self.rejected
+        return [replace(self, rejected=None), replace(self, messages=worse, rejected=None)]
+
+
+# What helps where the rows are of the other kind than what is eaten.
+_INSTEAD = {
+    "rows": "For pairs set train.objective: dpo.",
+    "pairs": "For rows set train.objective: sft; pairs need chosen and rejected, or messages and rejected_response.",
+}
 
 
 @dataclass(frozen=True)
 class Format:
-    """A way to read rows: the columns it needs and may use, and `parse` from a row to the fields of a Conversation."""
+    """A way to read rows: the columns it needs and may use, and `parse` from a row to the fields of a Conversation.
+
+    `gives` is what objectives eat of them: rows, or pairs.
+    """
 
     name: str
     needs: tuple[str, ...]
     takes: tuple[str, ...]
     parse: Callable[[Mapping[str, Any]], dict[str, Any]]
+    gives: str = "rows"
 
 
-def pick_format(name: str, columns: Iterable[str], mapped: Mapping[str, str], where: str) -> Format:
-    """The format called `name`, or for auto the one whose needed columns are all there.
+def pick_format(name: str, columns: Iterable[str], mapped: Mapping[str, str], where: str, eats: str = "rows") -> Format:
+    """The format called `name`, or for auto the one that gives what is eaten and whose needed columns are all there.
 
     Args:
         columns: the columns of the file.
         mapped: data.columns, our column name -> the file's; settles a choice by naming a format's columns.
         where: the source, for messages.
+        eats: what the objective learns from, rows or pairs.
 
     Raises:
         DataError: no format fits, or more than one does.
-        RecipeError: unknown format, or data.columns names a column that the format does not have.
+        RecipeError: unknown format, one that gives what is not eaten, or data.columns names a column that the format does not
+            have.
     """
     names = tables.FORMATS if name == "auto" else [name]
-    formats: list[Format] = [tables.load(tables.FORMATS, n, "data.format") for n in names]
+    every: list[Format] = [tables.load(tables.FORMATS, n, "data.format") for n in names]
+    formats = [f for f in every if f.gives == eats]
+    if not formats:
+        what = f"format {name} gives {every[0].gives}, and {eats} are wanted here."
+        raise RecipeError(what, where=where, fix=_INSTEAD[eats])
     known = {column for f in formats for column in f.needs + f.takes}
     for ours in mapped:
         if ours not in known:
@@ -70,6 +99,10 @@ def pick_format(name: str, columns: Iterable[str], mapped: Mapping[str, str], wh
     if len(fits) == 1:
         return fits[0]
     if not fits:
+        others = [f.name for f in every if f.gives != eats and set(f.needs) <= set(columns)]
+        if others:
+            what = f"the columns {', '.join(columns)} are those of format {others[0]}, and {eats} are wanted here."
+            raise DataError(what, where=where, fix=_INSTEAD[eats])
         needed = "; ".join(f"{f.name} ({', '.join(f.needs)})" for f in formats)
         fix = "Map your column names with data.columns, as {prompt: question, completion: answer}."
         what = f"no format fits the columns {', '.join(columns)}. Formats and the columns they need: {needed}."
@@ -128,14 +161,15 @@ def _parse_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     """The user turn is the instruction and, on the next line, the input; `history` holds earlier [question, answer] pairs."""
     asked = [text(row["instruction"], "instruction"), text(row.get("input"), "input")]
-    return _with_history(row, "\n".join(part for part in asked if part), text(row["output"], "output"))
+    return with_history(row, "\n".join(part for part in asked if part), text(row["output"], "output"))
 
 
 def _parse_query_response(row: Mapping[str, Any]) -> dict[str, Any]:
-    return _with_history(row, text(row["query"], "query"), text(row["response"], "response"))
+    return with_history(row, text(row["query"], "query"), text(row["response"], "response"))
 
 
-def _with_history(row: Mapping[str, Any], question: str, answer: str) -> dict[str, Any]:
+def with_history(row: Mapping[str, Any], question: str, answer: str) -> dict[str, Any]:
+    """A chat that goes on from the [question, answer] pairs of column `history`."""
     turns: list[tuple[str, str]] = []
     for pair in row.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from swiftlite.data.packing import Units, pack
 from swiftlite.data.render import IGNORE, Sample
 from swiftlite.data.store import lengths_of
 
+# Samples of what an objective eats.
+SAMPLES = {"rows": 1, "pairs": 2}
 # Rows of this many steps are sorted by length together: enough to make batches of like lengths, few enough to mix an epoch.
 STEPS_GROUPED = 50
 
@@ -27,23 +30,30 @@ class MicroBatch:
 
 
 def micro_batch(
-    units: Sequence[Sequence[Sample]], size: int, *, pad_id: int, capacity: int | None, padding_free: bool, multiple: int
+    units: Sequence[Sequence[Sample]],
+    size: int,
+    *,
+    pad_id: int,
+    capacity: int | None,
+    padding_free: bool,
+    multiple: int,
+    eats: str = "rows",
 ) -> MicroBatch:
-    """Units, single rows or packs, as one forward pass takes them; a unit without rows becomes padding.
+    """Units, single rows, packs or pairs, as one forward pass takes them; a unit without rows becomes padding.
 
     Args:
         size: units of a full batch.
         others: as for Loader.
     """
     # Attended to, so that no softmax runs over nothing; two tokens, so that shifted labels are not empty.
-    empty = [Sample([pad_id] * 2, [IGNORE] * 2, "padding")]
+    empty = [Sample([pad_id] * 2, [IGNORE] * 2, "padding")] * SAMPLES[eats]
     # Compiled attention wants one shape: a short last batch is filled up with empty packs.
     least = size if capacity is not None and multiple > 1 else 1
     packs = [unit or empty for unit in units] + [empty] * (least - len(units))
     if padding_free:
         packs = [[sample for unit in packs for sample in unit]]
     joined = capacity is not None or padding_free
-    tensors = collate_packs(packs, pad_id, multiple) if joined else collate([unit[0] for unit in packs], pad_id)
+    tensors = collate_packs(packs, pad_id, multiple) if joined else collate([s for unit in packs for s in unit], pad_id)
     return MicroBatch(tensors, [sample.source for unit in units for sample in unit])
 
 
@@ -51,9 +61,9 @@ class Loader:
     """The rows of every optimizer step. Holds no position: a resumed run asks for its step and gets it, from any thread.
 
     Every row comes once an epoch; the last step of an epoch is short where rows do not divide. What a step is dealt in are units:
-    single rows, or packs of rows. A step's units are dealt to the data ranks in turn, and every rank gets the same number of
-    micro-batches, because sharded forward passes are collective: a rank without units left gets empty ones (padding, nothing
-    trained). With another seed or epoch the same number of packs holds other rows.
+    single rows, packs of rows, or pairs, whose sides are two neighbouring samples. A step's units are dealt to the data ranks in
+    turn, and every rank gets the same number of micro-batches, because sharded forward passes are collective: a rank without
+    units left gets empty ones (padding, nothing trained). With another seed or epoch the same number of packs holds other rows.
 
     Args:
         order: random; sequential; or group_by_length, random but for batches of like lengths.
@@ -63,6 +73,10 @@ class Loader:
         capacity: tokens of a pack; None: rows are not packed.
         padding_free: the units of a micro-batch are joined into one row instead of being padded to a common length.
         multiple: joined rows are padded to a multiple of this length; compiled attention wants few shapes.
+        eats: rows, or pairs, which are not joined.
+
+    Attributes:
+        beside: more tensors of the batches by name, [samples] fp32, a number for each sample; padding gets 0.
     """
 
     def __init__(
@@ -79,9 +93,11 @@ class Loader:
         multiple: int = 1,
         data_rank: int = 0,
         data_size: int = 1,
+        eats: str = "rows",
     ) -> None:
         if not samples:
             raise ValueError("a loader needs at least one sample")
+        self.eats, self.beside = eats, dict[str, Tensor]()
         self.samples, self.seed, self.order = samples, seed, order
         self.rows_per_step, self.micro_batch, self.pad_id = rows_per_step, micro_batch, pad_id
         self.capacity, self.padding_free, self.multiple = capacity, padding_free, multiple
@@ -98,7 +114,9 @@ class Loader:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest unit: a row, or a pack."""
+        """Tokens of the longest unit: a row, a pack, or a pair with its padding."""
+        if self.eats == "pairs":
+            return 2 * int(self._lengths.max())
         return int(self._held[1].sums(self._lengths).max())
 
     def units_of(self, step: int) -> list[list[int]]:
@@ -122,14 +140,19 @@ class Loader:
 
     def _micro_batch(self, units: Sequence[Sequence[int]]) -> MicroBatch:
         samples = [[self.samples[i] for i in unit] for unit in units]
-        return micro_batch(
-            samples, self.micro_batch,
+        batch = micro_batch(
+            samples, self.micro_batch, eats=self.eats,
             pad_id=self.pad_id, capacity=self.capacity, padding_free=self.padding_free, multiple=self.multiple,
         )  # fmt: skip
+        indices = [i for unit in units for i in unit]
+        for name, values in self.beside.items():
+            batch.tensors[name] = torch.zeros(len(batch.tensors["input_ids"]))
+            batch.tensors[name][: len(indices)] = values[indices]
+        return batch
 
     def units(self, epoch: int) -> Units:
         """All units of an epoch in their order."""
-        count = len(self.samples)
+        count = len(self.samples) // SAMPLES[self.eats]
         rows = np.arange(count) if self.order == "sequential" else permutation(count, self.seed, epoch)
         if self.capacity is not None:
             packs = pack(self._lengths[rows], self.capacity)
@@ -137,7 +160,10 @@ class Loader:
                 packs = packs.taken(permutation(len(packs), self.seed, epoch, 1))
             return Units(rows[packs.rows], packs.ends)
         if self.order == "group_by_length":
-            rows = _grouped(rows, self._lengths, self.rows_per_step, self.seed, epoch)
+            lengths = self._lengths.reshape(count, -1).max(1)
+            rows = _grouped(rows, lengths, self.rows_per_step, self.seed, epoch)
+        if self.eats == "pairs":
+            return Units(np.stack([2 * rows, 2 * rows + 1], 1).reshape(-1), np.arange(2, 2 * count + 1, 2))
         return Units(rows, np.arange(1, count + 1))
 
 

@@ -54,6 +54,29 @@ def fit(conv: Conversation, samples: list[Sample], renderer: Renderer, overlong:
     return Fitted(trained, cut)
 
 
+def fit_pair(samples: list[Sample], overlong: str, limit: int) -> Fitted:
+    """Both samples of a pair within `limit` tokens, or neither; what is cut off is the end of an answer.
+
+    Raises:
+        RowError: the answers are the same tokens, or the pair is too long and overlong is error.
+    """
+    longest = max(len(s.input_ids) for s in samples)
+    if not all(s.trained for s in samples):
+        return Fitted([], kind=NO_TOKENS, detail="an answer has nothing to train on")
+    if samples[0].input_ids == samples[1].input_ids:
+        raise RowError("equal answers", "chosen and rejected are the same tokens")
+    if longest <= limit:
+        return Fitted(samples)
+    if overlong == "error":
+        raise RowError(TOO_LONG, f"{longest} tokens, data.max_length is {limit}; data.overlong: drop or truncate goes on")
+    if overlong != "truncate":
+        return Fitted([], kind=f"longer than max length {limit}", detail=f"{longest} tokens")
+    kept = [Sample(s.input_ids[:limit], s.labels[:limit], s.source) for s in samples]
+    if not all(s.trained for s in kept) or kept[0].input_ids == kept[1].input_ids:
+        return Fitted([], kind=f"no difference left within max length {limit}", detail=f"{longest} tokens")
+    return Fitted(kept, f"{longest} tokens to max length {limit}")
+
+
 def _split(conv: Conversation, samples: list[Sample], renderer: Renderer, limit: int) -> tuple[list[Sample], str]:
     """Pieces of a row, and what was left out. Prompt/completion rows have no place to be split at."""
     if conv.kind in ("text", "tokens"):

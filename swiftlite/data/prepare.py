@@ -46,7 +46,14 @@ class DataRefused(DataError):
 
 
 def prepare(
-    sources: Sequence[DataSource], data: DataSection, renderer: Renderer, *, max_length: int, seed: int, eval_split: float = 0
+    sources: Sequence[DataSource],
+    data: DataSection,
+    renderer: Renderer,
+    *,
+    max_length: int,
+    seed: int,
+    eval_split: float = 0,
+    eats: str = "rows",
 ) -> Prepared:
     """Reads, renders and fits all rows, or takes them from the cache if the same was done before.
 
@@ -55,6 +62,7 @@ def prepare(
         renderer: learns from the rows: what to note, end-of-turn tokens, the template where there is none.
         max_length: tokens a row may have.
         eval_split: rows (whole number) or share (< 1) to hold back, drawn by seed and row number.
+        eats: rows, or pairs, of which each becomes two neighbouring samples, the better answer first.
 
     Raises:
         DataRefused: a bad row (on_bad_rows: error), too many of them (skip), or nothing left to train on.
@@ -62,7 +70,7 @@ def prepare(
     """
     opened = [open_source(source) for source in sources]
     stamps = _stamps(opened)
-    job = Job(opened, data, renderer.fresh(), max_length, seed)
+    job = Job(opened, data, renderer.fresh(), max_length, seed, eats)
 
     def build(folder: Path) -> tuple[dict[str, Any], Lessons]:
         made = _build(job, folder)

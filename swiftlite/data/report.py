@@ -29,6 +29,7 @@ def share(part: int, whole: int) -> float:
 @dataclass
 class Tally:
     """Counts of one source. Tokens are those of kept rows, after any cut. `split` rows gave several samples, rows to train on.
+    Of `pairs` both sides are samples, and their tokens count.
 
     `token_histogram` counts samples by length, under the power of two that it does not exceed: "64" has those of 33 to 64 tokens.
     """
@@ -38,6 +39,7 @@ class Tally:
     kept: int = 0
     cut: int = 0
     split: int = 0
+    pairs: int = 0
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -48,7 +50,7 @@ class Tally:
     def absorb(self, other: "Tally") -> None:
         """Adds the counts of more rows of this source."""
         self.format = self.format or other.format
-        for name in ("read", "kept", "cut", "split", "samples", "tokens", "trained_tokens"):
+        for name in ("read", "kept", "cut", "split", "pairs", "samples", "tokens", "trained_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
         self.trained_share = share(self.trained_tokens, self.tokens)
@@ -122,7 +124,8 @@ class Report:
             tally.cut += 1
             self.note_row(row.source, "cut", outcome.cut, row.excerpt)
         tally.kept += 1
-        tally.split += len(outcome.samples) > 1
+        tally.split += len(outcome.samples) > 1 and not outcome.pair
+        tally.pairs += outcome.pair
         for sample in outcome.samples:
             tally.keep(sample)
         self.findings.keep(outcome.samples)
@@ -167,7 +170,8 @@ class Report:
         Args:
             source_of: the place of the n-th sample that was kept.
         """
-        totals = {name: self.total(name) for name in ("read", "kept", "cut", "split", "samples", "tokens", "trained_tokens")}
+        counts = ("read", "kept", "cut", "split", "pairs", "samples", "tokens", "trained_tokens")
+        totals = {name: self.total(name) for name in counts}
         lengths: Counter[str] = Counter()
         for tally in self.sources.values():
             tally.token_histogram = dict(sorted(tally.token_histogram.items(), key=lambda bucket: int(bucket[0])))
@@ -199,6 +203,8 @@ def table(report: dict[str, Any], title: str = "data") -> str:
         lines.append(f"{short:<32} {counts} {share:>4}")
     if report["split"]:
         lines.append(f"split {report['split']:,}: {report['kept']:,} rows give {report['samples']:,} rows to train on")
+    if report["pairs"]:
+        lines.append(f"pairs {report['pairs']:,}: tokens are those of both sides, the prompt twice")
     if report["dropped"]:
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in report["dropped"].items())
         lines.append(f"dropped {sum(report['dropped'].values()):,}: {dropped}")

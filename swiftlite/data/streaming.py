@@ -11,7 +11,7 @@ from typing import Any
 from swiftlite.data.address import spelled_out
 from swiftlite.data.findings import Findings
 from swiftlite.data.lanes import Block, Lanes, Place, fingerprint, parts_of
-from swiftlite.data.loader import MicroBatch
+from swiftlite.data.loader import SAMPLES, MicroBatch
 from swiftlite.data.loader import micro_batch as make_batch
 from swiftlite.data.order import draw, shuffled
 from swiftlite.data.packing import pack
@@ -83,10 +83,10 @@ class Stream:
     """The micro-batches of each step, in order, from rows that are read on the way. Stands where a Loader stands.
 
     Rows are cut into blocks of consecutive rows, which `Lanes` deals to S logical streams. A stream shuffles its block, renders
-    it row by row, packs it where asked, and goes on with its next block, epoch after epoch. Unit k of the run, a row or a pack,
-    is the next one of stream k mod S. Ranks share the streams out and have no other part in the order: rank r of W renders
-    those s with s mod W = r, and gets empty micro-batches where that gives it less than others in a step. So W had better
-    divide S.
+    it row by row, packs it where asked, and goes on with its next block, epoch after epoch. Unit k of the run, a row, a pack or
+    a pair, is the next one of stream k mod S. Ranks share the streams out and have no other part in the order: rank r of W
+    renders those s with s mod W = r, and gets empty micro-batches where that gives it less than others in a step. So W had
+    better divide S.
 
     A stream that meets nothing to train on in a whole epoch gives an empty unit, so that the others go on.
 
@@ -124,13 +124,20 @@ class Stream:
         multiple: int = 1,
         data_rank: int = 0,
         data_size: int = 1,
+        eats: str = "rows",
         check: Callable[[Sample], None] | None = None,
     ) -> None:
         self.sources, self.data, self.renderer = [spelled_out(source) for source in sources], data, renderer
         self.seed, self.shuffle, self.max_length, self.check = seed, order != "sequential", max_length, check
-        self.rows_per_step, self.micro_batch, self.capacity = rows_per_step, micro_batch, capacity
+        self.rows_per_step, self.micro_batch, self.capacity, self.eats = rows_per_step, micro_batch, capacity, eats
         self._batch = partial(
-            make_batch, size=micro_batch, pad_id=pad_id, capacity=capacity, padding_free=padding_free, multiple=multiple
+            make_batch,
+            size=micro_batch,
+            pad_id=pad_id,
+            capacity=capacity,
+            padding_free=padding_free,
+            multiple=multiple,
+            eats=eats,
         )
         self.data_rank, self.data_size = data_rank, data_size
         self.parts = parts_of(self.sources)
@@ -143,8 +150,8 @@ class Stream:
 
     @property
     def longest(self) -> int:
-        """Tokens that a unit, a row or a pack, may have."""
-        return self.capacity or self.max_length
+        """Tokens that a unit, a row, a pack or a pair, may have."""
+        return self.capacity or self.max_length * SAMPLES[self.eats]
 
     @property
     def about(self) -> str:
@@ -267,7 +274,7 @@ class Stream:
 
     def _makers_of(self, formats: Sequence[str | None]) -> list[Maker]:
         named = [s.model_copy(update={"format": f or s.format}) for s, f in zip(self.sources, formats, strict=True)]
-        return [Maker(source, self.data, self.renderer, self.max_length) for source in named]
+        return [Maker(source, self.data, self.renderer, self.max_length, eats=self.eats) for source in named]
 
     def _endless(self, stream: int, start: Mark) -> Iterator[tuple[Mark, Unit]]:
         """The units of a stream behind `start`, each with the mark behind it."""
@@ -297,7 +304,7 @@ class Stream:
         order = shuffled(len(rows), *at) if self.shuffle else range(len(rows))
         samples = (sample for i in order for sample in self._samples(block, *rows[i]))
         if self.capacity is None:
-            yield from ([sample] for sample in samples)
+            yield from map(list, zip(*[samples] * SAMPLES[self.eats], strict=True))
             return
         held = list(samples)
         packs = pack([len(sample.input_ids) for sample in held], self.capacity)

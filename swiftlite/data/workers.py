@@ -45,9 +45,10 @@ class Job:
     renderer: Renderer
     max_length: int
     seed: int
+    eats: str = "rows"
 
     def maker(self, source: int, format: Format | None = None) -> Maker:
-        return Maker(self.sources[source].source, self.data, self.renderer, self.max_length, format)
+        return Maker(self.sources[source].source, self.data, self.renderer, self.max_length, format, self.eats)
 
     def report(self) -> Report:
         return Report(self.max_length, self.renderer.train_on)

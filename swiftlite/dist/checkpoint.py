@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,12 @@ class Saved:
 
     def rows(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor on the CPU, read out of the parts that hold them."""
-        found = []
+        found: list[Tensor] = []
         for part in sorted(self._groups[group][name], key=lambda p: p.start):
             with safe_open(part.file, "pt") as f:
-                if not part.shape:
-                    return f.get_tensor(name)
-                if start == stop:
-                    return f.get_slice(name)[0:0]
+                if not part.shape or start == stop:
+                    found = [f.get_slice(name)[0:0] if part.shape else f.get_tensor(name)]
+                    break
                 first = max(start - part.start, 0)
                 last = part.shape[0] if stop is None else min(stop - part.start, part.shape[0])
                 if first < last:
@@ -170,6 +170,9 @@ class Saving:
                 self._error.append(error)
                 if self._world is None or self._world.is_main:
                     shutil.rmtree(self._part, ignore_errors=True)
+                else:  # the first rank waits for this one's word
+                    with suppress(OSError):
+                        _replace(self._part / _RANK.format(self._world.rank), json.dumps({"error": str(error)}))
 
         if background:
             self._thread = threading.Thread(target=work, name="checkpoint")
@@ -273,7 +276,9 @@ def _finish(part: Path, final: Path, meta: Mapping[str, Any], size: int, patienc
             rank = int(missing[0].stem.rpartition("-")[2])
             raise ModelError(f"rank {rank} did not write its share within {patience_s:.0f} s", where=final)
         time.sleep(0.05)
-    for path in waiting:
+    for rank, path in enumerate(waiting):
+        if (fault := json.loads(path.read_text()).get("error")) is not None:
+            raise ModelError(f"rank {rank} could not write its share: {fault}", where=final, fix=GO_ON)
         path.unlink()
     (part / "state.json").write_text(json.dumps(meta))
     files = [p for p in sorted(part.rglob("*")) if p.is_file()]

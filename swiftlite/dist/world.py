@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def join(device: torch.device, strategy: Strategy, *, wrap: bool, shard: int | N
         # The pulse names a silent rank; a collective that gives up before it names nobody.
         patience = timedelta(seconds=2 * timeout_s + 60)
         # One process alone keeps its store in memory, which opens no port.
-        store = dist.HashStore() if here.size == 1 else meet(patience)  # type: ignore[attr-defined]
+        store: Any = dist.HashStore() if here.size == 1 else meet(patience)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=patience)
         if here.size > 1:
             pulse = Pulse(store.clone(), here, timeout_s)

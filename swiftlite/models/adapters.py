@@ -3,12 +3,16 @@
 import hashlib
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +37,23 @@ from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import LoraSection, Recipe
 
 _LISTS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
+
+
+@contextmanager
+def without_adapters(root: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as if it had no adapters, and modules_to_save are what they were.
+
+    Sets the flag that peft's layers read and no more: peft's own switch also changes which weights require gradients, behind the
+    back of the sharding.
+    """
+    layers: list[Any] = [m for m in root.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def attach(

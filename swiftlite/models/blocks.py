@@ -1,4 +1,4 @@
-"""What is done to each decoder block: activations recomputed, or its passes compiled. Before sharding, whose hooks stay outside."""
+"""How decoder blocks run: activations recomputed or kept in host memory, passes compiled. The hooks of sharding stay outside."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,8 @@ from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
 from swiftlite.models import adapters, head, isolation, varlen, weights
-from swiftlite.models.blocks import wrap_blocks
 from swiftlite.models.balance import Balance, balance_of
+from swiftlite.models.blocks import wrap_blocks
 from swiftlite.models.families.family import Family, class_name, count, name_of
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.neftune import add_noise
@@ -104,7 +104,10 @@ def skeleton(
     """
     config, notes = load_config(files, recipe)
     family = family_for(config)
-    attention = attention_for(family, config, device.type, recipe.model.attn_implementation, packed=recipe.data.packing)
+    attention = attention_for(
+        family, config, device.type, recipe.model.attn_implementation,
+        packed=recipe.data.packing, joined=joined_by(recipe) is not None, half=precision.compute.itemsize == 2,
+    )  # fmt: skip
     base_dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     text = config.get_text_config()
     grown = new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0

@@ -100,7 +100,7 @@ Chunk = Callable[[Tensor, Tensor, LogitTransform, float, bool], tuple[Tensor, Te
 def chunk_eager(
     raw: Tensor, target: Tensor, transform: LogitTransform, smoothing: float, need_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum over the rows of `raw` [N, V] (the head's output) of the smoothed nll of `target` [N, 1], fp32, and d sum / d raw in the
+    """Sum over the rows of `raw` [N, V] (the head's output) of the smoothed nll of `target` [N, 1], fp32, and its gradient in the
     type of `raw`. Works in place where it can: the logits of a chunk are the largest tensors of a step.
     """
     logits = transform(raw)
@@ -187,6 +187,22 @@ def nll_sum(root: Any, inputs: dict[str, Tensor], labels: Tensor, mask: Tensor |
     return total + keep.sum() * added.balance(outputs.router_logits, mask) if added.balance else total
 
 
+def logp_sums(root: Any, inputs: dict[str, Tensor], labels: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sum over the trained positions of each row of log p(labels[t] | input_ids[<t]) [B], fp32. Bound to the root as `logp_sums`.
+
+    Args: as for `nll_sum`.
+    """
+    root.swiftlite_mask = mask  # for the noise on the embedding
+    outputs = (own_forward if root.swiftlite_head is None else body)(root, inputs)
+    values = outputs.logits if root.swiftlite_head is None else outputs.last_hidden_state
+    targets = labels[:, 1:]
+    keep = targets != IGNORE
+    if not bool(keep.any()):  # as in `nll_sum`
+        return _each(root, values[:, 0][:1], targets[:1, 0].clamp_min(0)) * labels.new_zeros(len(labels), dtype=torch.float32)
+    each = -_each(root, values[:, :-1][keep], targets[keep])
+    return torch.zeros(keep.shape, device=each.device).masked_scatter(keep, each).sum(1)
+
+
 def _nll(root: Any, values: Tensor, target_N: Tensor, smoothing: float) -> Tensor:
     """The smoothed sum for hidden states [N, D], or for logits [N, V] where the model's own forward makes them."""
     transform, head = root.swiftlite_head, root.get_output_embeddings()
@@ -196,13 +212,21 @@ def _nll(root: Any, values: Tensor, target_N: Tensor, smoothing: float) -> Tenso
         total: Tensor = LinearNLL.apply(values, head.weight, head.bias, target_N, transform, smoothing, root.swiftlite_chunk)
         return total
 
-    # An adapted head is called as the module it is; its logits are made again in the backward pass instead of being kept.
-    def chunk_sum(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(transform(head(hidden)), target, reduction="sum", label_smoothing=smoothing)
+    return _each(root, values, target_N, smoothing).sum()
+
+
+def _each(root: Any, values: Tensor, target_N: Tensor, smoothing: float = 0.0) -> Tensor:
+    """What `_nll` sums, position by position [N], for any use of it: logits are made again in the backward pass instead of being
+    kept. The head is called as the module it is, so it may be adapted."""
+    transform, head = root.swiftlite_head, root.get_output_embeddings()
+
+    def chunk(hidden: Tensor, target: Tensor) -> Tensor:
+        logits = hidden.float() if transform is None else transform(head(hidden))
+        return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
 
     size = max(1, CHUNK_ELEMENTS // root.config.get_text_config().vocab_size)
     pairs = zip(values.split(size), target_N.split(size), strict=True)
-    return torch.stack([checkpoint(chunk_sum, h, t, use_reentrant=False) for h, t in pairs]).sum()
+    return torch.cat([checkpoint(chunk, h, t, use_reentrant=False) for h, t in pairs])
 
 
 def head_gap(root: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -212,7 +236,7 @@ def head_gap(root: Any, inputs: dict[str, Tensor]) -> Tensor:
     return (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
 
 
-METHODS = ("nll_sum", "head_gap")
+METHODS = ("nll_sum", "logp_sums", "head_gap")
 
 
 def attach(root: Any, added: Added | None = None, compiled: bool = False) -> None:
@@ -226,6 +250,7 @@ def attach(root: Any, added: Added | None = None, compiled: bool = False) -> Non
     has_head = isinstance(root.get_output_embeddings(), nn.Module)
     root.swiftlite_head = LogitTransform.of(root.config.get_text_config()) if has_head else None
     root.nll_sum = MethodType(nll_sum, root)
+    root.logp_sums = MethodType(logp_sums, root)
     root.head_gap = MethodType(head_gap, root)
 
 

@@ -59,9 +59,9 @@ def require(root: Any, family: Family, key: str, device: torch.device) -> None:
     positions = torch.arange(LENGTH, device=device).repeat(2)[None]
     joined, other = (family.inputs({"input_ids": x, "position_ids": positions}) for x in (ids, changed))
     alone = family.inputs({"input_ids": ids[:, LENGTH:], "position_ids": positions[:, LENGTH:]})
-    # A kernel may sum in another order when other rows change or are not there; what sees another sample, or counts its positions
-    # on from it, moves by far more.
-    limits = (1e-5, 1e-4) if next(root.parameters()).dtype == torch.float32 else (5e-3, 5e-2)
+    # A kernel may sum in another order when other rows change or are not there: in bf16 a random 8B model moved by 5%. What sees
+    # another sample, or counts its positions on from it, moves by far more.
+    limits = (1e-5, 1e-4) if next(root.parameters()).dtype == torch.float32 else (5e-3, 0.25)
     faults = []
     for way in (None, masks):
         root.swiftlite_masks = way

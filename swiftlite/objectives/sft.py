@@ -6,24 +6,21 @@ from typing import Any
 from torch import Tensor
 
 from swiftlite.data.render import IGNORE
-from swiftlite.objectives.protocol import Batch
-
-# What a batch carries for us and not for the model.
-_OURS = {"labels", "attention_mask"}
+from swiftlite.objectives.protocol import Batch, model_inputs
 
 
 @dataclass(frozen=True)
 class Sft:
-    """Next-token cross-entropy. Rows are padded on the right, so causal attention needs no mask: no real token sees padding."""
+    """Next-token cross-entropy."""
 
     name: str = "sft"
+    eats: str = "rows"
 
     def weight(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != IGNORE).sum())
 
     def loss_sum(self, root: Any, batch: Batch) -> Tensor:
-        inputs = {k: v for k, v in batch.items() if k not in _OURS}
-        loss: Tensor = root.nll_sum(inputs, batch["labels"], batch["attention_mask"])
+        loss: Tensor = root.nll_sum(model_inputs(batch), batch["labels"], batch["attention_mask"])
         return loss
 
 

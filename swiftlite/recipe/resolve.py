@@ -204,6 +204,10 @@ def _check_method(draft: _Draft) -> None:
         draft.fault("data.train", "missing.", "Write `data: file.jsonl`.")
     if recipe.lora and recipe.train.trainable:
         draft.fault("train.trainable", "partial full tuning and a lora section exclude each other.", "Keep one of them.")
+    if recipe.train.objective == "dpo":
+        draft.fill("train.dpo_beta", 0.1, "default")
+    elif draft.given("train.dpo_beta"):
+        draft.fault("train.dpo_beta", f"not used by train.objective '{recipe.train.objective}'.", "Remove it, or set dpo.")
     if "adapter" in draft["export.formats"] and not recipe.lora:
         draft.fault("export.formats", "'adapter' needs a lora section.", "Write `export: merged`.")
     joined = "data.packing" if recipe.data.packing else "data.padding_free" if recipe.data.padding_free else None

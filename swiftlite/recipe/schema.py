@@ -116,7 +116,7 @@ class StrategySection(Section):
     shard: PositiveInt | None = Field(None, description="Ranks of one sharding group of hsdp. Default the ranks of a host.")
     offload: Literal["none", "optimizer", "params"] = Field(
         "none",
-        description="Into host memory: optimizer (its state and fp32 masters; it runs there), or params (weights and gradients too).",
+        description="Into host memory: optimizer (state and fp32 masters; it runs there), or params (weights and gradients too).",
     )
     prefetch: PositiveInt = Field(1, description="Blocks gathered ahead of the one that computes.")
     timeout_s: PositiveInt = Field(600, description="Seconds without a sign from a rank after which the run ends.")
@@ -127,9 +127,14 @@ class StrategySection(Section):
 
 class TrainSection(Section):
     objective: str = Field("sft", description="What is learned; see `swiftlite explain train.objective`.")
+    dpo_beta: PositiveFloat | None = Field(
+        None, description="With objective dpo: how closely the model is held to where it starts. Default 0.1."
+    )
     num_train_epochs: PositiveFloat = Field(1, description="Passes over the training rows.")
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; beats num_train_epochs.")
-    global_batch_size: PositiveInt | None = Field(None, description="Rows of one optimizer step over all ranks. Default 16.")
+    global_batch_size: PositiveInt | None = Field(
+        None, description="Rows, packs or pairs of one optimizer step over all ranks. Default 16."
+    )
     per_device_train_batch_size: PositiveInt = Field(1, description="Rows of one forward pass on one rank.")
     gradient_accumulation_steps: PositiveInt | None = Field(
         None, description="Forward passes of one optimizer step; derived when absent."

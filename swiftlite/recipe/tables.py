@@ -43,9 +43,16 @@ FORMATS: Table = {
     "segments": Row("segments: [{text, label: true or false}], without a template", "swiftlite.data.formats:SEGMENTS"),
     "text": Row("text: every token is trained", "swiftlite.data.formats:TEXT"),
     "tokens": Row("input_ids, optional labels", "swiftlite.data.formats:TOKENS"),
+    "preference": Row(
+        "pairs: chosen, rejected (text or messages), prompt or what they share", "swiftlite.data.preference:PREFERENCE"
+    ),
+    "rejected_response": Row(
+        "pairs: messages, whose last turn is chosen, and rejected_response", "swiftlite.data.preference:REJECTED_RESPONSE"
+    ),
 }
 OBJECTIVES: Table = {
     "sft": Row("next-token cross-entropy on the trained tokens", "swiftlite.objectives.sft:SFT"),
+    "dpo": Row("direct preference optimisation on pairs, against the model at the start", "swiftlite.objectives.dpo:DPO"),
 }
 EXPORTERS: Table = {
     "adapter": Row("a PEFT folder: adapter_config.json + adapter_model.safetensors", "swiftlite.export.adapter:EXPORTER"),

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swiftlite.data.loader import MicroBatch
+from swiftlite.data.render import IGNORE
 from swiftlite.dist.gradients import clip, global_norm
 from swiftlite.dist.shard import begin_micro_batch, reshard
 from swiftlite.recipe.errors import SwiftliteError
@@ -18,13 +19,14 @@ from swiftlite.train.run import Run
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step: mean loss over its trained tokens, gradient norm before clipping, token counts of all ranks."""
+    """One optimizer step: the objective's mean loss and metrics, gradient norm before clipping, token counts of all ranks."""
 
     loss: float
     grad_norm: float
     tokens: int
     trained_tokens: int
     skipped: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class NonFiniteError(SwiftliteError):
@@ -54,16 +56,16 @@ def fit(run: Run) -> None:
 
 
 def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport:
-    """One optimizer step over its micro-batches. The loss is divided once, by the trained tokens of the step over all ranks."""
+    """One optimizer step over its micro-batches. The loss is divided once, by the step's weight over all ranks."""
     objective, world, scaler = run.objective, run.world, run.scaler
     weight = world.sum(sum(objective.weight(micro.tensors) for micro in group))[0]
-    losses = []
+    sums = []
     for number, micro in enumerate(group, 1):
         begin_micro_batch(run.root, run.plan.strategy, last=number == len(group))
-        loss_sum = objective.loss_sum(run.root, run.to_model(micro.tensors))
+        made = objective.loss_sum(run.root, run.to_model(micro.tensors)).reshape(-1)
         # FSDP averages gradients over the data ranks; the sum over ranks is what is wanted.
-        scaler.scale(loss_sum * (world.data_size / max(weight, 1))).backward()
-        losses.append(loss_sum.detach())
+        scaler.scale(made[0] * (world.data_size / max(weight, 1))).backward()
+        sums.append(made.detach())
         if isinstance(run.optimizer, OffloadedOptimizer):
             run.optimizer.collect()
     scaler.unscale_(run.optimizer)
@@ -71,13 +73,16 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
     run.expect_all(gradients)
     norm = global_norm(gradients)
     tokens = sum(int(micro.tensors["attention_mask"].sum()) for micro in group)
-    total, tokens = world.sum(sum(torch.stack(losses).tolist()), tokens)
-    loss, grad_norm = total / max(weight, 1), float(norm)
+    trained = sum(int((micro.tensors["labels"] != IGNORE).sum()) for micro in group)
+    totals = (sum(column) for column in zip(*torch.stack(sums).tolist(), strict=True))
+    tokens, trained, *means = world.sum(tokens, trained, *totals)
+    loss, *metrics = (total / max(weight, 1) for total in means)
+    grad_norm = float(norm)
     # fp16 gradients overflow now and then; the scaler skips such a step and lowers its scale.
     overflow = scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss)
     bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
     if bad and not overflow and run.recipe.train.on_nonfinite == "stop":
-        raise _blame(run, group, losses, loss, grad_norm)
+        raise _blame(run, group, sums, loss, grad_norm)
     if bad and not scaler.is_enabled():
         run.optimizer.zero_grad()
     else:
@@ -88,12 +93,13 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()
-    return StepReport(loss, grad_norm, int(tokens), int(weight), bad)
+    named = dict(zip(getattr(objective, "metrics", ()), metrics, strict=True))
+    return StepReport(loss, grad_norm, int(tokens), int(trained), bad, named)
 
 
-def _blame(run: Run, group: Sequence[MicroBatch], losses: list[Tensor], loss: float, norm: float) -> NonFiniteError:
+def _blame(run: Run, group: Sequence[MicroBatch], sums: list[Tensor], loss: float, norm: float) -> NonFiniteError:
     """Says which step and rows were not finite."""
-    culprits = [m for m, v in zip(group, losses, strict=True) if not bool(v.isfinite())] or list(group)
+    culprits = [m for m, v in zip(group, sums, strict=True) if not bool(v.isfinite().all())] or list(group)
     rows = [s for m in culprits for s in m.sources]
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
@@ -104,7 +110,7 @@ def _blame(run: Run, group: Sequence[MicroBatch], losses: list[Tensor], loss: fl
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Token-weighted loss of each evaluation set: one number a set, the same for any batch size."""
+    """The objective's mean loss of each evaluation set: one number a set, the same for any batch size."""
     run.root.eval()
     sums: dict[str, tuple[float, float]] = {}
     with torch.no_grad():
@@ -112,7 +118,7 @@ def evaluate(run: Run) -> dict[str, float]:
             total = count = 0.0
             for step in range(loader.steps_per_epoch):
                 for micro in loader.group(step):
-                    total += float(run.objective.loss_sum(run.root, run.to_model(micro.tensors)))
+                    total += float(run.objective.loss_sum(run.root, run.to_model(micro.tensors)).reshape(-1)[0])
                     count += run.objective.weight(micro.tensors)
             total, count = run.world.sum(total, count)
             sums[name] = (total, count)

@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from swiftlite.data.loader import Loader
+from swiftlite.data.loader import SAMPLES, Loader
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.shard import needs_wrap
 from swiftlite.dist.strategies import Strategy
@@ -130,10 +130,10 @@ def plan_memory(plan: Plan, built: Built) -> MemoryPlan:
     step = train.global_batch_size or 1
     if isinstance(plan.loader, Loader):
         step = min(step, plan.loader.units_per_epoch)
-    rows = min(train.per_device_train_batch_size, -(-step // size))
+    rows, sides = min(train.per_device_train_batch_size, -(-step // size)), SAMPLES[plan.loader.eats]
     _, shards = mesh_shape(plan.strategy, size, spread.shard, min(size, ranks().local_size) if ranks().size > 1 else size)
     return reckon(
-        built, train, rows, plan.loader.longest,
+        built, train, rows * sides, plan.loader.longest // sides,
         precision=plan.precision, strategy=plan.strategy, checkpointing=plan.checkpointing, device=plan.device,
         compiled=plan.compiled, size=size, shards=shards, offload=spread.offload,
     )  # fmt: skip

@@ -37,6 +37,7 @@ class OffloadedOptimizer:
         self._stream = torch.cuda.Stream() if self._cuda else None
         self.masters = [nn.Parameter(_like(p, self._host(local(p), torch.float32))) for p in self.parameters]
         self._landed: list[Tensor | None] = [None] * len(self.parameters)  # gradients of one pass in their own type
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._down: set[int] = set()
         self._chunks: list[tuple[list[int], torch.optim.Optimizer]] = []
         for indices, settings in groups:
@@ -64,10 +65,14 @@ class OffloadedOptimizer:
         for i in self._down:
             landed, master = self._landed[i], self.masters[i]
             assert landed is not None
-            if master.grad is None:
-                master.grad = _like(self.parameters[i], landed.float() if landed.dtype != torch.float32 else landed.clone())
-            else:
+            if master.grad is not None:
                 local(master.grad).add_(landed)
+                continue
+            if self._sums[i] is None:  # once: memory that the system has never given out before is slow to come by
+                self._sums[i] = torch.empty(landed.shape, dtype=torch.float32)
+            sums = self._sums[i]
+            assert sums is not None
+            master.grad = _like(self.parameters[i], sums.copy_(landed))
         self._down.clear()
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.data.loader import Loader
+from swiftlite.data.loader import SAMPLES, Loader
+from swiftlite.data.preference import check_keys as check_pairs
 from swiftlite.data.prepare import Prepared, prepare
 from swiftlite.data.render import Renderer, Sample
 from swiftlite.data.store import highest_id
@@ -21,6 +22,8 @@ from swiftlite.dist.world import pick_device
 from swiftlite.models.build import Precision, load_config
 from swiftlite.models.sources import ModelFiles, resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows, pad_id
+from swiftlite.objectives import protocol as objectives
+from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import ModelError, RecipeError, nearest
 from swiftlite.recipe.load import Loaded
@@ -50,6 +53,7 @@ class Plan:
     loader: Loader | Stream
     evals: dict[str, Loader]
     schedule: Schedule
+    objective: Objective
     reports: dict[str, Any]
     data_hash: str
     notes: list[str] = field(default_factory=list)
@@ -77,11 +81,14 @@ class Plan:
             f"model     {recipe.model.name} on {self.device.type}, {self.precision.name}, strategy {self.strategy.name}"
             + ("" if self.checkpointing == "none" else f", {self.checkpointing} activation checkpointing")
             + (", compiled blocks" if self.compiled else ""),
-            f"data      {self._rows_line()}"
-            + "".join(f"; {name}: {len(loader.samples):,} rows" for name, loader in self.evals.items()),
+            f"data      {self._rows_line()}" + "".join(f"; {name}: {self._count(loader)}" for name, loader in self.evals.items()),
             *self.step_lines(),
             f"output    {self.output}",
         ]
+
+    def _count(self, loader: Loader) -> str:
+        """How many rows or pairs it has."""
+        return f"{len(loader.samples) // SAMPLES[loader.eats]:,} {loader.eats}"
 
     def _rows_line(self) -> str:
         loader, samples = self.loader, self.train.samples
@@ -90,13 +97,13 @@ class Plan:
         trained, tokens = int(samples.trained.sum()), int(samples.lengths.sum())
         cached = f", from the cache {self.train.cached}" if self.train.cached else ""
         packed = f" in {loader.units_per_epoch:,} packs, {loader.fill:.1%} full" if loader.capacity else ""
-        return f"{len(samples):,} rows, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%}){packed}{cached}"
+        return f"{self._count(loader)}, {tokens:,} tokens, {trained:,} trained ({trained / max(1, tokens):.0%}){packed}{cached}"
 
     def step_lines(self) -> list[str]:
         """How many steps of what size, at what rate, and when something happens between them."""
         train, schedule, rate = self.recipe.train, self.schedule, self.schedule.rate
         size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        unit = ("pack" if self.loader.capacity else "row") + "s" * (train.global_batch_size != 1)
+        unit = ("pack" if self.loader.capacity else self.loader.eats[:-1]) + "s" * (train.global_batch_size != 1)
         each = f"{train.global_batch_size} {unit} in {passes} forward pass{'es' * (passes != 1)} of {size}"
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
@@ -140,6 +147,10 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
     recipe, notes, world_size = loaded.recipe, list(loaded.notes), world_size or ranks().size
     if recipe.data.streaming:
         check_keys(recipe.data, recipe.train.max_steps)
+    objective = objectives.load(recipe)
+    eats = getattr(objective, "eats", "rows")
+    if eats == "pairs":
+        check_pairs(recipe.data)
     device, precision, strategy = _machine(recipe, world_size)
     files = resolve_model(recipe.model, need_weights=need_weights)
     text = load_config(files, recipe)[0].get_text_config()
@@ -152,7 +163,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
 
     size = recipe.train.per_device_train_batch_size
     assert recipe.train.global_batch_size is not None
-    joined = _joined(recipe, max_length, device)
+    joined = _joined(recipe, max_length, device) | {"eats": eats}
     rows = text.vocab_size + (new_rows(text.vocab_size, tokenizer) if recipe.model.add_tokens else 0)
     # A tokenizer may name a padding token that the model has no row for; any id will do.
     pad = pad_id(tokenizer) if pad_id(tokenizer) < rows else 0
@@ -164,7 +175,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
     reports: dict[str, Any] = {"train": train.report} if train.report else {}
     evals = {}
     eval_size = recipe.eval.per_device_eval_batch_size or size
-    for name, samples, report in _eval_sets(recipe, renderer, max_length, train):
+    for name, samples, report in _eval_sets(recipe, renderer, max_length, train, eats):
         if name in evals:
             raise RecipeError(
                 f"two evaluation sets are named '{name}'", where="data.eval", fix="Name them apart: {path: ..., name: ...}."
@@ -194,7 +205,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
     schedule = Schedule.of(recipe, loader.steps_per_epoch)
     return Plan(
         loaded, files, tokenizer, renderer, device, precision, strategy, world_size, checkpointing, compiled,
-        train, loader, evals, schedule, reports, data_hash, notes,
+        train, loader, evals, schedule, objective, reports, data_hash, notes,
     )  # fmt: skip
 
 
@@ -211,7 +222,15 @@ def _training_rows(
     if data.streaming:
         stream = Stream(data.train, data, renderer, max_length=max_length, check=check, **steps)
         return Prepared(stream.settle(FIRST_ROWS), {}), stream, stream.fingerprint
-    train = prepare(data.train, data, renderer, max_length=max_length, seed=recipe.seed, eval_split=data.eval_split)
+    train = prepare(
+        data.train,
+        data,
+        renderer,
+        max_length=max_length,
+        seed=recipe.seed,
+        eval_split=data.eval_split,
+        eats=steps["eats"],
+    )
     return train, Loader(train.samples, **steps), train.samples.digest
 
 
@@ -253,7 +272,7 @@ def _joined(recipe: Recipe, max_length: int, device: torch.device) -> dict[str, 
 
 
 def _eval_sets(
-    recipe: Recipe, renderer: Renderer, max_length: int, train: Prepared
+    recipe: Recipe, renderer: Renderer, max_length: int, train: Prepared, eats: str
 ) -> Iterator[tuple[str, Sequence[Sample], Any]]:
     """Evaluation sets as (name, samples, report): held-back rows as `eval`, each source under its name, or its file's."""
     if train.held_back:
@@ -261,7 +280,7 @@ def _eval_sets(
     for source in recipe.data.eval:
         if source.weight != 1:
             raise RecipeError("every row of an evaluation set counts once", where="data.eval: weight", fix="Remove it.")
-        prepared = prepare([source], recipe.data, renderer, max_length=max_length, seed=recipe.seed)
+        prepared = prepare([source], recipe.data, renderer, max_length=max_length, seed=recipe.seed, eats=eats)
         yield source.name or ("eval" if len(recipe.data.eval) == 1 else Path(source.path).stem), prepared.samples, prepared.report
 
 

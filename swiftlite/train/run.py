@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftlite.data.loader import MicroBatch
+from swiftlite.data.order import draw
 from swiftlite.data.prefetch import Prefetcher
 from swiftlite.data.streaming import Stream
 from swiftlite.dist import checkpoint
@@ -23,9 +24,9 @@ from swiftlite.models.adapter_files import adapter_state
 from swiftlite.models.build import build
 from swiftlite.models.files import identity
 from swiftlite.objectives.protocol import Objective
-from swiftlite.recipe import tables
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.writing import dump_yaml
+from swiftlite.train import reference
 from swiftlite.train import state as states
 from swiftlite.train.console import Console
 from swiftlite.train.environment import environment
@@ -67,12 +68,14 @@ class Run:
         if self.recipe.train.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
-        self.objective: Objective = tables.load(tables.OBJECTIVES, self.recipe.train.objective, "train.objective")
+        self.objective: Objective = plan.objective
         self.built, self.world = build(
             plan.files, self.recipe, plan.tokenizer,
             precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
             compiled=plan.compiled,
         )  # fmt: skip
+        if self.world.data_rank:  # ranks read different rows, and draw other numbers for them
+            torch.manual_seed(draw(self.recipe.seed, self.world.data_rank))
         self.root: Any = self.built.root
         if kept := sorted(self.recipe.model.config_overrides.keys() - public_overrides(self.recipe).keys()):
             self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
@@ -108,6 +111,7 @@ class Run:
             RecipeError: when the folder holds a run that is not to be resumed, or one with other fixed keys.
             DiskFullError: when the first checkpoint would not fit.
         """
+        reference.keep(self)
         output, found = self.plan.output, self._resume()
         if self.step < self.schedule.total and self.recipe.checkpoint.save_strategy != "no":
             checkpoint.require_space(self.checkpoints, checkpoint_bytes)
@@ -214,6 +218,7 @@ class Run:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "learning_rate": self.schedule.rate.at(self.step - 1),
+            **report.metrics,
             "tokens_per_second": rate,
             "data_wait_s": self._waited,
             **self.counters,

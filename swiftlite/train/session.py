@@ -90,7 +90,8 @@ def write_exports(trained: Trained, section: ExportSection, output: Path, consol
     assert section.formats is not None
     trained.model.eval()
     config = trained.model.config
-    if config._attn_implementation == "flex_attention":  # compiles for every length of the rows that are compared
+    # flex compiles for every length of the rows that are compared; varlen sums in another order than the sdpa of the exports.
+    if config._attn_implementation in ("flex_attention", "varlen"):
         trained.model.set_attn_implementation(attention_for(family_for(config), config, trained.model.device.type))
     for part in export_all(trained, section.formats, section, output):
         for text in report.lines(part):

@@ -13,6 +13,7 @@ RESULTS = {
     "generate": None,
     "chat": None,
     "download": "/cache/x",
+    "selftest": {"failed": []},
 }
 
 

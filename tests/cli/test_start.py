@@ -21,7 +21,9 @@ def loaded_by(*arguments: str, cwd=None) -> tuple[int, set[str], str]:
     return exit_code, {name.split(".")[0] for name in modules}, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["check", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["check", "--help"], ["selftest", "--help"], ["--version"]]
+)
 def test_help_loads_neither_torch_nor_the_recipe(arguments):
     code, modules, _ = loaded_by(*arguments)
     assert code == 0

@@ -15,7 +15,7 @@ from swiftlite.infer.scores import as_text
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError, SwiftliteError
 from tests.cli.stand_in import RESULTS, stand_in_api
 
-DEBUGGABLE = ["train", "check", "export", "eval", "chat", "generate", "download"]
+DEBUGGABLE = ["train", "check", "export", "eval", "chat", "generate", "download", "selftest"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_check_prints_the_effective_recipe_with_origins(api, recipe, capsys):
     assert "(command line)" in out
     assert "note: r.yaml:3: lora.r is lora.rank here." in out
     (_, _, kwargs) = api.calls[0]
-    assert kwargs == {"dump": Path("d.jsonl"), "quiet": False}
+    assert kwargs == {"dump": Path("d.jsonl"), "nproc": None, "quiet": False}
 
 
 def test_check_for_machines(api, recipe, capsys):

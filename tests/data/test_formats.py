@@ -21,6 +21,8 @@ ROWS = {
     "segments": {"segments": [{"text": "hi", "label": False}, {"text": "yo", "label": True}]},
     "text": {"text": "hi"},
     "tokens": {"input_ids": [5, 6]},
+    "preference": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+    "rejected_response": {"messages": C1, "rejected_response": "no"},
 }
 
 
@@ -31,9 +33,10 @@ def read(row: dict, name: str = "auto", columns: dict | None = None, system: str
 @pytest.mark.parametrize("name", tables.FORMATS)
 def test_every_format_is_found_by_its_columns(name: str):
     row = ROWS[name]
-    fmt = pick_format("auto", [*row, "id", "source"], {}, "d.jsonl")
+    gives = tables.load(tables.FORMATS, name).gives
+    fmt = pick_format("auto", [*row, "id", "source"], {}, "d.jsonl", gives)
     assert fmt.name == name
-    assert fmt is pick_format(name, [], {}, "d.jsonl")
+    assert fmt is pick_format(name, [], {}, "d.jsonl", gives)
     conv = conversation(Row("d.jsonl", 7, row), fmt, {})
     assert conv.source == "d.jsonl:7"
     for column in fmt.needs:
@@ -69,8 +72,8 @@ def test_columns_settle_and_rename():
 
 
 def test_no_format_fits():
-    with pytest.raises(DataError, match=r"no format fits the columns chosen, rejected\..*messages \(messages\)"):
-        read({"chosen": "a", "rejected": "b"})
+    with pytest.raises(DataError, match=r"no format fits the columns better, worse\..*messages \(messages\)"):
+        read({"better": "a", "worse": "b"})
     with pytest.raises(RecipeError, match="Did you mean 'alpaca'"):
         read(ROWS["alpaca"], "alpca")
 

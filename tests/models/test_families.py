@@ -459,3 +459,20 @@ def test_backend_chosen_on_a_gpu_gives_the_eager_logits(name):
         eager = model.cuda()(x, use_cache=False).logits
         model.set_attn_implementation(attention_for(family, config, "cuda", packed=True))
         torch.testing.assert_close(model(x, use_cache=False).logits, eager, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({"packed": True, "joined": True, "half": True}, "varlen"),
+        ({"joined": True, "half": True}, "varlen"),
+        ({"packed": True, "joined": True}, "flex_attention"),  # fp32 has no such kernel
+        ({"joined": True}, "sdpa"),
+        ({"half": True}, "sdpa"),
+    ],
+    ids=str,
+)
+def test_joined_rows_get_the_fastest_backend_of_a_gpu(how, wanted):
+    config = tf.LlamaConfig(hidden_size=32, num_attention_heads=4, vocab_size=272)
+    assert attention_for(family_for(config), config, "cuda", **how) == wanted
+    assert attention_for(family_for(config), config, "cpu", **how) == "sdpa"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from swiftlite.dist.world import leave
 from swiftlite.dist.strategies import DDP, FSDP, Strategy
+from swiftlite.dist.world import leave
 from swiftlite.models.build import Precision, skeleton
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.schema import TrainSection

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from swiftlite.dist.launch import ranks
 from swiftlite.dist.tensors import copy_into, whole
 from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.resolve import resolve
-from swiftlite.dist.launch import ranks
 from swiftlite.train.console import Console
 from swiftlite.train.loop import train_step
 from swiftlite.train.plan import make_plan
