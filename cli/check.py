@@ -13,15 +13,16 @@ def check(
     recipe: RecipeName,
     overrides: Overrides = None,
     dump: Annotated[
-        Path | None, typer.Option(help="Write one JSON line per training row, exactly as the model will get it.")
+        Path | None, typer.Option(help="Write one JSON line per training row or pack, exactly as the model will get it.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes to plan for; default one for each GPU.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes to plan for; default those that train would start.")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show all that is known before step 1.
 
-    The effective recipe with the origin of each value, rows and their masks, adapters, steps, memory; on a CPU, without weights.
+    The effective recipe with the origin of each value, rows and their masks, adapters, steps, memory. Reads no weights and trains
+    nothing.
     """
     from swiftlite.recipe import show
 

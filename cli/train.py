@@ -14,11 +14,13 @@ def train(
     strategy: Annotated[str | None, typer.Option(help="Parallel strategy; strategy=... of the recipe.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto (newest complete checkpoint), or a checkpoint folder.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder of the run.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this host; default one for each GPU.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this host; default one for each GPU, else one.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Hosts; start the same command on each.")] = 1,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="0 on the host that --rdzv names, for names it lacks.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="0 on the host that --rdzv names, where it does not know itself by it.")
+    ] = None,
     rdzv: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet: one of them.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Go on from the newest checkpoint after a process dies.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Times to go on from the newest checkpoint after a process died.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Train, evaluate, save and export.

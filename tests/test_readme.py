@@ -1,9 +1,9 @@
 """README.md and docs/: what they show runs, and what they name exists.
 
-Every fenced block runs, from top to bottom, in one folder: yaml and jsonl are written under the name that stands before them,
-`swiftlite ...` lines and python run in this process. Stated here is what differs from a reader's machine:
-the model is a tiny random one, a recipe that needs the hub gets it and three rows by overrides, and vllm, which is not installed,
-is only compiled.
+Every fenced block of the README runs, from top to bottom, in one folder: yaml and jsonl are written under the name that stands
+before them, `swiftlite ...` lines and python run in this process. Stated here is what differs from a reader's machine: the model
+is a tiny random one, a recipe that needs the hub gets it and three rows by overrides, and vllm, which is not installed, is only
+compiled.
 """
 
 import ast
@@ -320,7 +320,6 @@ def test_the_python_block_names_what_the_api_has():
 
 def test_the_length_is_one_that_is_read():
     assert README.count("\n") <= 240
-
 
 
 # What docs/ show besides, which is not run here.

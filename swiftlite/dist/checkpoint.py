@@ -268,7 +268,7 @@ def _shares(state: State, rank: int, size: int) -> dict[str, tuple[dict[str, Ten
     return shares
 
 
-def _finish(part: Path, final: Path, meta: Mapping[str, Any], size: int, patience_s: float = 600) -> None:
+def _finish(part: Path, final: Path, meta: Mapping[str, Any], size: int, patience_s: float = 3600) -> None:
     """Waits for the shares of all ranks, then makes the folder a checkpoint."""
     began, waiting = time.monotonic(), [part / _RANK.format(rank) for rank in range(size)] if size > 1 else []
     while missing := [p for p in waiting if not p.exists()]:

@@ -29,13 +29,16 @@ class Sharding:
     prefetch: int = 1
 
 
-def needs_wrap(root: nn.Module, strategy: Strategy, compute_dtype: torch.dtype, size: int = 1) -> bool:
-    """Whether the model must be wrapped: it is to be spread, or some weights are kept in another type than they compute in.
+def needs_wrap(
+    root: nn.Module, strategy: Strategy, compute_dtype: torch.dtype, size: int = 1, offload: bool = False
+) -> bool:
+    """Whether the model must be wrapped: it is to be spread, its weights are to live in host memory, or some of them are kept in
+    another type than they compute in.
 
     FSDP2's policy is what casts fp32 master weights to the compute type. Without such weights one process can run the plain
     modules, which is a little faster (no unshard copies).
     """
-    return size > 1 or strategy.sharded or any(p.is_floating_point() and p.dtype != compute_dtype for p in root.parameters())
+    return size > 1 or offload or strategy.sharded or any(p.is_floating_point() and p.dtype != compute_dtype for p in root.parameters())
 
 
 def shard(

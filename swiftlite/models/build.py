@@ -226,7 +226,7 @@ def build(
     mapping = weights.conversions(root)
     # 5. Shard while nothing has memory.
     spread = recipe.strategy
-    wrap = sharding.needs_wrap(root, strategy, precision.compute, ranks().size)
+    wrap = sharding.needs_wrap(root, strategy, precision.compute, ranks().size, spread.offload == "params")
     world = join(device, strategy, wrap=wrap, shard=spread.shard, timeout_s=spread.timeout_s)
     if wrap:
         how = sharding.Sharding(precision.compute, DTYPES[spread.reduce_dtype], spread.offload == "params", spread.prefetch)

@@ -168,7 +168,8 @@ def reckon(
     working = max(_head_bytes(root, rows * tokens, compute), recomputed)
     inputs, inner = hidden * len(blocks), round((COMPILED if compiled else 1) * sum(kept))
     waiting = hidden * min(2, len(blocks)) if train.activation_offload else inputs
-    during, ending = _copies(built, strategy, shards, size, compute) if needs_wrap(root, strategy, compute, size) else (0, 0)
+    wrapped = needs_wrap(root, strategy, compute, size, offload == "params")
+    during, ending = _copies(built, strategy, shards > 1 or offload == "params", size, compute) if wrapped else (0, 0)
     left = 0 if offload == "params" else 1  # what stays on the device between its uses
     # Gradients that are summed over ranks at a step's last pass are whole until then.
     whole = strategy.reduce == "last" and (train.gradient_accumulation_steps or 1) > 1
@@ -243,14 +244,14 @@ def _head_bytes(root: Any, positions: int, compute: torch.dtype) -> int:
     return chunk * vocab * (8 + narrow) + 2 * positions * width * compute.itemsize + own
 
 
-def _copies(built: Built, strategy: Strategy, shards: int, size: int, compute: torch.dtype) -> tuple[int, int]:
+def _copies(built: Built, strategy: Strategy, fetched: bool, size: int, compute: torch.dtype) -> tuple[int, int]:
     """What wrapping adds during the backward pass of the blocks and at its end: gathered weights in the compute type, gradients
     before they are reduced, and one buffer in fp32 in which that is done. What the root holds stays from the forward to the
     backward pass; a block's come and go while the next one's are fetched, unless the strategy keeps them."""
     root = built.root
 
     def weights(module: nn.Module) -> int:
-        return compute.itemsize * count(p for p in module.parameters() if p.requires_grad or shards > 1)
+        return compute.itemsize * count(p for p in module.parameters() if p.requires_grad or fetched)
 
     def gradients(module: nn.Module) -> int:
         return compute.itemsize * count(p for p in module.parameters() if p.requires_grad)

@@ -177,36 +177,34 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
     eval_size = recipe.eval.per_device_eval_batch_size or size
     for name, samples, report in _eval_sets(recipe, renderer, max_length, train, eats):
         if name in evals:
-            raise RecipeError(
-                f"two evaluation sets are named '{name}'", where="data.eval", fix="Name them apart: {path: ..., name: ...}."
-            )
+            fix = "Name them apart: {path: ..., name: ...}."
+            raise RecipeError(f"two evaluation sets are named '{name}'", where="data.eval", fix=fix)
         if report is not None:
             reports[name] = report
         evals[name] = Loader(
-            samples,
-            seed=0,
-            order="sequential",
-            rows_per_step=eval_size * ranks().size,
-            micro_batch=eval_size,
-            pad_id=pad,
+            samples, seed=0, order="sequential", rows_per_step=eval_size * ranks().size, micro_batch=eval_size, pad_id=pad,
             **joined,
-        )
+        )  # fmt: skip
     notes += renderer.notes + train.notes
     _check_metric(recipe, evals)
     for samples in (train.samples, *(loader.samples for loader in evals.values())):
         _check_ids(samples, rows, tokenizer)
-    checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
-    if recipe.train.activation_offload and checkpointing != "full":
-        what = f"it keeps what full checkpointing starts from, and gradient_checkpointing is {checkpointing}"
-        raise RecipeError(what, where="train.activation_offload", fix="Set train.gradient_checkpointing: full.")
-    compiled = recipe.train.torch_compile
-    if compiled == "auto":
-        compiled = device.type == "cuda" and recipe.data.packing
+    checkpointing, compiled = _blocks(recipe, device)
     schedule = Schedule.of(recipe, loader.steps_per_epoch)
     return Plan(
         loaded, files, tokenizer, renderer, device, precision, strategy, world_size, checkpointing, compiled,
         train, loader, evals, schedule, objective, reports, data_hash, notes,
     )  # fmt: skip
+
+
+def _blocks(recipe: Recipe, device: torch.device) -> tuple[str, bool]:
+    """How blocks run: what they compute again, and whether they are compiled."""
+    checkpointing = recipe.train.gradient_checkpointing or ("full" if device.type == "cuda" else "none")
+    if recipe.train.activation_offload and checkpointing != "full":
+        what = f"it keeps what full checkpointing starts from, and gradient_checkpointing is {checkpointing}"
+        raise RecipeError(what, where="train.activation_offload", fix="Set train.gradient_checkpointing: full.")
+    compiled = recipe.train.torch_compile
+    return checkpointing, device.type == "cuda" and recipe.data.packing if compiled == "auto" else compiled
 
 
 def _training_rows(

@@ -225,7 +225,7 @@ class Run:
             **memory,
         }
         if self._peak:
-            row["mfu"] = rate * self._flops / self._peak
+            row["mfu"] = rate * self._flops / (self._peak * self.world.size)
         self.metrics.write(row)
         shown = f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  rate {row['learning_rate']:.2e}  {rate:,.0f} tok/s"
         peak = f"  {memory['peak_memory_gib']:.1f} GiB" if memory else ""

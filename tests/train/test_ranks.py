@@ -5,6 +5,7 @@ import torch
 
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.tensors import copy_into, whole
+from swiftlite.dist.world import leave
 from swiftlite.recipe.load import Loaded
 from swiftlite.recipe.resolve import resolve
 from swiftlite.train.console import Console
@@ -94,6 +95,17 @@ def test_offload_changes_nothing(tmp_path, method, offload):
     expected = steps(one(tmp_path, "GEMMA3", method, "none", 8), 3)
     for found in run_ranks(2, steps, one(tmp_path, "GEMMA3", method, spread("fsdp", 2, offload=offload), 2), 3):
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_one_process_offloads_too(tmp_path, method):
+    """Strategy none in fp32 wraps nothing by itself."""
+    found = []
+    for offload in ("none", "params", "optimizer"):
+        found.append(steps(one(tmp_path, "LLAMA", method, {"name": "none", "offload": offload}, 8), 3))
+        leave()
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
 
 
 @pytest.mark.slow
