@@ -247,7 +247,11 @@ def _head_bytes(root: Any, positions: int, compute: torch.dtype) -> int:
 def _copies(built: Built, strategy: Strategy, fetched: bool, size: int, compute: torch.dtype) -> tuple[int, int]:
     """What wrapping adds during the backward pass of the blocks and at its end: gathered weights in the compute type, gradients
     before they are reduced, and one buffer in fp32 in which that is done. What the root holds stays from the forward to the
-    backward pass; a block's come and go while the next one's are fetched, unless the strategy keeps them."""
+    backward pass; a block's come and go while the next one's are fetched, unless the strategy keeps them.
+
+    Args:
+        fetched: frozen weights are gathered too, from other ranks or from host memory.
+    """
     root = built.root
 
     def weights(module: nn.Module) -> int:
