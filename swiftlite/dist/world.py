@@ -55,6 +55,14 @@ class World:
         dist.all_reduce(total)
         return [float(v) for v in total]
 
+    def gather(self, texts: list[str]) -> list[str]:
+        """The texts of all ranks, one rank behind another; all ranks must call."""
+        if self.size == 1:
+            return texts
+        found: list[list[str]] = [[]] * self.size
+        dist.all_gather_object(found, texts)
+        return [text for part in found for text in part]
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.sum(0.0)

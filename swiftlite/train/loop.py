@@ -98,9 +98,9 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
 
 
 def _blame(run: Run, group: Sequence[MicroBatch], sums: list[Tensor], loss: float, norm: float) -> NonFiniteError:
-    """Says which step and rows were not finite."""
-    culprits = [m for m, v in zip(group, sums, strict=True) if not bool(v.isfinite().all())] or list(group)
-    rows = [s for m in culprits for s in m.sources]
+    """Says which step and rows were not finite, on all ranks the same."""
+    culprits = [m for m, v in zip(group, sums, strict=True) if not bool(v.isfinite().all())]
+    rows = run.world.gather([s for m in culprits for s in m.sources]) or run.world.gather([s for m in group for s in m.sources])
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     return NonFiniteError(

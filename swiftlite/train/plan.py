@@ -105,6 +105,7 @@ class Plan:
         size, passes = train.per_device_train_batch_size, train.gradient_accumulation_steps
         unit = ("pack" if self.loader.capacity else self.loader.eats[:-1]) + "s" * (train.global_batch_size != 1)
         each = f"{train.global_batch_size} {unit} in {passes} forward pass{'es' * (passes != 1)} of {size}"
+        each += f" on each of {self.world_size} processes" * (self.world_size > 1)
         happens = {"log": schedule.log_every, "evaluate": schedule.eval_every, "save": schedule.save_every}
         rhythm = ", ".join(f"{what} every {steps:,}" for what, steps in happens.items() if steps)
         exports = ", ".join(self.recipe.export.formats or []) or "nothing"

@@ -16,7 +16,7 @@ from swiftlite.dist.tensors import whole
 from swiftlite.recipe.resolve import resolve
 from swiftlite.train import session
 from swiftlite.train.console import Console
-from swiftlite.train.loop import train_step
+from swiftlite.train.loop import NonFiniteError, train_step
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
 from tests.ranks import run_ranks
@@ -208,3 +208,29 @@ def test_a_rank_that_cannot_write_is_named(tmp_path, background):
     first, second = run_ranks(2, failing_on_rank_1, loaded)
     assert "rank 1 could not write its share: [Errno 5] Input/output error" in first and "OSError" in second
     assert not list((tmp_path / "broken" / "checkpoints").iterdir())
+
+
+def blamed(loaded):
+    """What each rank says when the loss of one row, on rank 1, is not a number."""
+    run = Run(make_plan(resolve(loaded, ranks().size)), Console(quiet=True))
+    loss_sum = run.objective.loss_sum
+
+    class Objective:
+        name, eats = "sft", "rows"
+        weight = staticmethod(run.objective.weight)
+
+        @staticmethod
+        def loss_sum(root, batch):
+            return loss_sum(root, batch) * (float("nan") if ranks().rank == 1 and batch["input_ids"].shape[1] == 6 else 1)
+
+    run.objective = Objective()
+    with pytest.raises(NonFiniteError) as error:
+        train_step(run, run.plan.loader.group(0), 1e-3)
+    return str(error.value)
+
+
+def test_every_rank_names_the_row_that_was_not_finite(tmp_path):
+    loaded = made(tmp_path, "nan", export=[], data={"train_sampling_strategy": "sequential"})
+    one, other = run_ranks(2, blamed, loaded)
+    assert one == other and "loss nan at step 1, in the rows " in one
+    assert one.count("rows.jsonl:") == 1 and "rows.jsonl:2." in one  # of the rows 1 to 4 rank 1 has 2 and 4
