@@ -49,6 +49,12 @@ def wrap_blocks(root: nn.Module, blocks: Sequence[str], checkpointing: str, comp
         block.forward = partial(run, block) if keep is None else partial(keep, run, block)
 
 
+def unwrap_blocks(root: nn.Module, blocks: Sequence[str]) -> None:
+    """Makes the blocks run as their class says: what comes after training has rows of many lengths, which would all compile."""
+    for name in blocks:
+        root.get_submodule(name).__dict__.pop("forward", None)
+
+
 def _plain(block: Any, *args: Any, **kwargs: Any) -> Any:
     return type(block).forward(block, *args, **kwargs)
 

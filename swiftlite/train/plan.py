@@ -154,8 +154,7 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
         check_pairs(recipe.data)
     device, precision, strategy = _machine(recipe, world_size)
     files = resolve_model(recipe.model, need_weights=need_weights)
-    text = load_config(files, recipe)[0].get_text_config()
-    tokenizer = load_tokenizer(files, recipe.model)
+    text, tokenizer = load_config(files, recipe)[0].get_text_config(), load_tokenizer(files, recipe.model)
     renderer = _renderer(recipe, tokenizer, text.vocab_size)
     longest = getattr(text, "max_position_embeddings", None) or recipe.data.max_length
     if longest < recipe.data.max_length:

@@ -21,6 +21,7 @@ from swiftlite.dist.launch import is_worker
 from swiftlite.export import adapter
 from swiftlite.export.trained import Trained
 from swiftlite.models.adapter_files import adapter_state
+from swiftlite.models.blocks import unwrap_blocks
 from swiftlite.models.build import build
 from swiftlite.models.files import identity
 from swiftlite.objectives.protocol import Objective
@@ -316,5 +317,6 @@ class Run:
 
     def release(self) -> None:
         """Frees what only training needed, before an export loads a second model."""
+        unwrap_blocks(self.root, self.built.blocks)
         del self.optimizer, self.masters
         self.root.zero_grad()

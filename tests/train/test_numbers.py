@@ -154,3 +154,11 @@ def test_wrap_names_the_modules_that_are_sharded(tmp_path):
     assert wrapped(wrap=["LlamaMLP"]) == {"", "model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp"}
     with pytest.raises(RecipeError, match=r"strategy\.wrap.*LamaMLP"):
         wrapped(wrap=["LamaMLP"])
+
+
+def test_after_training_blocks_run_as_their_class_says(tmp_path):
+    run = first_step(recipe(tmp_path, rows=token_rows(LENGTHS), train={"gradient_checkpointing": "full"}))[2]
+    blocks = [vars(run.root.get_submodule(name)) for name in run.built.blocks]
+    assert all("forward" in block for block in blocks)
+    run.release()
+    assert not any("forward" in block for block in blocks)
