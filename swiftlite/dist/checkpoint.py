@@ -158,10 +158,6 @@ class Saving:
             raise error
         return self.final
 
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
     def _run(self, write: Callable[[], None], background: bool) -> "Saving":
         def work() -> None:
             try:
@@ -201,8 +197,7 @@ def save(
         ModelError: there is a complete checkpoint of that step.
     """
     rank, size = (0, 1) if world is None else (world.rank, world.size)
-    final = root / f"step-{step:06d}"
-    shares = _shares(state, rank, size)
+    final, shares = root / f"step-{step:06d}", _shares(state, rank, size)
     if rank == 0:
         if final.exists() and fault(final) is None:
             raise ModelError("this checkpoint exists already", where=final, fix="Resume from it, or choose another --output.")
