@@ -25,6 +25,7 @@ LORA = ["lora.rank=16", "lora.alpha=32"]
 FULL = ["lora=null", "train.learning_rate=1e-5"]
 CKPT, NONE = ["train.gradient_checkpointing=full"], ["train.gradient_checkpointing=none"]
 CHAT = ["data.packing=true"]
+NF4 = ["quantize.method=nf4", "quantize.double_quant=true"]
 # Shape, rows, rows of one pass on one GPU, passes of a step, keys.
 CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     "none-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=none"]),
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     "none-lora-padding-free": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "data.padding_free=true", "strategy=none"]),
     "none-lora-padded": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "strategy=none"]),
     "ddp-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=ddp"]),
+    "ddp-full-ckpt": ("llama3-8b", "full", 4, 1, [*FULL, *CKPT, "strategy=ddp"]),
     "fsdp-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=fsdp"]),
     "fsdp-lora": ("llama3-8b", "full", 2, 1, [*LORA, *NONE, "strategy=fsdp"]),
     "fsdp-full-ckpt": ("llama3-8b", "full", 4, 1, [*FULL, *CKPT, "strategy=fsdp"]),
@@ -48,6 +50,16 @@ CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     "offload-full-ckpt": ("llama3-8b", "full", 4, 1, [*FULL, *CKPT, "strategy=fsdp", "strategy.offload=optimizer"]),
     "offload-params-full-ckpt": ("llama3-8b", "full", 4, 1, [*FULL, *CKPT, "strategy=fsdp", "strategy.offload=params"]),
     "70b-lora-ckpt": ("llama3-70b", "full", 1, 1, [*LORA, *CKPT, "strategy=fsdp"]),
+    "none-nf4-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, *NF4, "strategy=none"]),
+    "none-nf4-offload": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, *NF4, "strategy=none", "train.activation_offload=true"]),
+    "none-fp8-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "quantize=fp8", "strategy=none"]),
+    "none-fp8": ("llama3-8b", "full", 2, 1, [*LORA, *NONE, "quantize=fp8", "strategy=none"]),
+    "fsdp-nf4-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, *NF4, "strategy=fsdp"]),
+    "fsdp-fp8-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "quantize=fp8", "strategy=fsdp"]),
+    "70b-nf4-ckpt": ("llama3-70b", "full", 1, 1, [*LORA, *CKPT, *NF4, "strategy=fsdp"]),
+    "70b-nf4-offload": (
+        "llama3-70b", "half", 1, 1, [*LORA, *CKPT, *NF4, "strategy=fsdp", "strategy.offload=params", "data.max_length=2048"],
+    ),
     "14b-full-ckpt": ("qwen3-14b", "full", 1, 1, [*FULL, *CKPT, "strategy=fsdp"]),
 }
 
@@ -56,9 +68,10 @@ def rows(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.jsonl"
     if not path.exists():
         draw = random.Random(0)
-        lengths = (
-            [4096] * 192 if kind == "full" else [min(4096, max(16, int(draw.lognormvariate(5.61, 0.95)))) for _ in range(1200)]
-        )
+        if kind == "chat":
+            lengths = [min(4096, max(16, int(draw.lognormvariate(5.61, 0.95)))) for _ in range(1200)]
+        else:
+            lengths = [{"full": 4096, "half": 2048}[kind]] * 192
         with path.open("w") as f:
             for n in lengths:
                 f.write(json.dumps({"input_ids": [draw.randrange(5, 120000) for _ in range(n)]}) + "\n")
@@ -89,7 +102,8 @@ def run(folder: Path, gpus: int, case: str, extra: list[str]) -> None:
     # torchrun would give each process one core, and an offloaded optimizer runs on the CPU.
     threads = str(max(1, (os.cpu_count() or 1) // gpus))
     subprocess.run(command, check=True, cwd=ROOT, env={"OMP_NUM_THREADS": threads, **os.environ})
-    steps = [r for r in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if r["step"] > 3]
+    every = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in every if r["step"] > 3]
     planned = re.search(r"memory    about ([\d.]+)", (output / "train.log").read_text())
     found = {
         "case": case,
@@ -97,7 +111,7 @@ def run(folder: Path, gpus: int, case: str, extra: list[str]) -> None:
         "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second"] for r in steps) / gpus),
         "peak_gib": round(max(r["peak_memory_gib"] for r in steps), 2),
         "planned_gib": float(planned[1]) if planned else None,
-        "loss": [round(r["loss"], 4) for r in steps][:3],
+        "loss": [round(r["loss"], 4) for r in every],
         "data_wait_s": max(r["data_wait_s"] for r in steps),
         "seconds": round(time.time() - began),
     }

@@ -12,6 +12,9 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or one of its checkpoints.")],
     format: Annotated[str, typer.Option(help="adapter or merged; see `swiftlite explain export.formats`.")],
     dtype: Annotated[str, typer.Option(help="Of merged weights: auto (the base's), bf16, fp16 or fp32.")] = "auto",
+    onto: Annotated[
+        str, typer.Option(help="After quantize, what to merge onto: dequantised, original, or auto, the closer of them.")
+    ] = "auto",
     output: Annotated[
         Path | None, typer.Option(help="Where the folder named like the format goes; default: the run's folder.")
     ] = None,
@@ -26,4 +29,4 @@ def export(
     """
     from swiftlite import api
 
-    api.export(run, format=format, dtype=dtype, output=output, overwrite=overwrite, device=device)
+    api.export(run, format=format, dtype=dtype, onto=onto, output=output, overwrite=overwrite, device=device)

@@ -68,6 +68,7 @@ def export(
     *,
     format: str,
     dtype: str = "auto",
+    onto: str = "auto",
     output: str | Path | None = None,
     overwrite: bool = False,
     device: str = "auto",
@@ -78,12 +79,14 @@ def export(
         run: the output folder of a run (its newest complete checkpoint is taken), or a checkpoint in it.
         format: adapter or merged.
         dtype: of merged weights: auto (the base's), bf16, fp16 or fp32.
+        onto: after training with `quantize`, what merged weights start from: dequantised (what was trained on), original (the
+            model's files), auto: whichever is closer to the trained model.
         output: the export goes to `output/<format>`, its receipt to `output/export_report.json`; None: the run's folder.
         overwrite: replace an earlier export there.
         device: auto, cuda, mps or cpu.
 
     Raises:
-        RecipeError: an unknown format, dtype or device, or a folder that may not be replaced.
+        RecipeError: an unknown format, dtype, onto or device, or a folder that may not be replaced.
         ModelError: the folder is no run, or the export differs from what was trained.
     """
     run = Path(run)
@@ -94,6 +97,7 @@ def export(
     given = {
         "export.formats": [format],
         "export.dtype": dtype,
+        "export.onto": onto,
         "export.overwrite": overwrite,
         "train.device": device,
         "output": str(root),

@@ -134,6 +134,8 @@ def test_export_again_from_a_checkpoint(run, tmp_path):
     [
         ({"format": "merge"}, "Did you mean 'merged'"),
         ({"format": "merged", "dtype": "bf61"}, "export.dtype"),
+        ({"format": "merged", "onto": "base"}, "export.onto"),
+        ({"format": "merged", "onto": "original"}, "this base is not packed"),
         ({"format": "merged", "device": "gpu"}, "train.device"),
     ],
 )

@@ -1,6 +1,6 @@
 """The one caller of `fully_shard`."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,24 @@ class Sharding:
 
 
 def needs_wrap(
-    root: nn.Module, strategy: Strategy, compute_dtype: torch.dtype, size: int = 1, offload: bool = False
+    root: nn.Module,
+    strategy: Strategy,
+    compute_dtype: torch.dtype,
+    size: int = 1,
+    offload: bool = False,
+    cast: Set[nn.Parameter] = frozenset(),
 ) -> bool:
     """Whether the model must be wrapped: it is to be spread, its weights are to live in host memory, or some of them are kept in
     another type than they compute in.
 
     FSDP2's policy is what casts fp32 master weights to the compute type. Without such weights one process can run the plain
     modules, which is a little faster (no unshard copies).
+
+    Args:
+        cast: weights that their layers cast themselves.
     """
-    return size > 1 or offload or strategy.sharded or any(p.is_floating_point() and p.dtype != compute_dtype for p in root.parameters())
+    own_type = any(p.is_floating_point() and p.dtype != compute_dtype and p not in cast for p in root.parameters())
+    return size > 1 or offload or strategy.sharded or own_type
 
 
 def shard(

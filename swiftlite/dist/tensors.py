@@ -1,8 +1,11 @@
 """Whole tensors and this rank's parts of them, whatever the sharding."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -11,9 +14,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def with_local(part: Tensor, model: DTensor) -> DTensor:
-    """A DTensor laid out as `model`, made of this rank's `part`."""
-    return DTensor.from_local(part, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride())
+def with_local(part: Tensor, model: DTensor, shape: Sequence[int] | None = None) -> DTensor:
+    """A DTensor laid out as `model`, made of this rank's `part`, in the memory where that lies.
+
+    Args:
+        shape: of the whole tensor, where it has the rows of `model` but is not of its shape.
+    """
+    size = model.shape if shape is None else torch.Size(shape)
+    stride = model.stride() if shape is None else torch.empty(size, device="meta").stride()
+    # DTensor.from_local would move what is offloaded to the device of the mesh.
+    spec = DTensorSpec(model.device_mesh, model.placements, tensor_meta=TensorMeta(size, stride, part.dtype))
+    return DTensor(part, spec, requires_grad=part.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 
 from swiftlite.export.config import vocab_rows, write_small_files
 from swiftlite.export.folder import check_space
-from swiftlite.export.reload import Reloaded, load_plain, logits_of
+from swiftlite.export.onto import unpack_into
+from swiftlite.export.reload import Reloaded, load_adapted, logits_of
 from swiftlite.export.trained import Exporter, Trained, Written
 from swiftlite.models.adapter_files import adapter_state, save_adapter, slots
 from swiftlite.models.files import read_json
@@ -50,7 +50,7 @@ def write(trained: Trained, folder: Path, section: ExportSection) -> Written:
     """Writes adapter_config.json, adapter_model.safetensors, tokenizer files and generation settings into an empty folder."""
     assert trained.peft is not None
     places = slots(trained.peft.base_model.model).values()
-    check_space(folder, sum(s.tensor.numel() * s.tensor.element_size() for s in places))
+    check_space(folder, sum(s.tensor.nbytes * (1 if s.initial is None else 2) for s in places))
     # peft's own save_pretrained asks the hub for the base's config to guess whether the vocabulary was resized.
     config = save_adapter(trained.peft, folder, base_model_name_or_path=trained.files.base_id, revision=trained.files.revision)
     notes = vllm_notes(config, _base_rows(trained) != vocab_rows(trained))
@@ -62,17 +62,18 @@ def write(trained: Trained, folder: Path, section: ExportSection) -> Written:
 
 
 def reload(trained: Trained, folder: Path, written: Written, device: torch.device) -> Reloaded:
-    """Opens base and adapter with plain transformers and peft, the base in the type of training, and compares every tensor."""
+    """Opens base and adapter with plain transformers and peft, the base in the type of training, and compares every tensor.
+
+    Where the base was packed, the logits are those on the values that were trained on; `Trained.gaps` has the others.
+    """
     assert trained.peft is not None
-    model = load_plain(trained, trained.files.folder, device, dtype=trained.compute_dtype, overrides=True)
-    if model.get_input_embeddings().weight.shape[0] < vocab_rows(trained):
-        model.resize_token_embeddings(vocab_rows(trained), mean_resizing=False)
-    loaded = PeftModel.from_pretrained(model, folder)
+    loaded = load_adapted(trained, folder, device)
     found, meant = adapter_state(loaded), adapter_state(trained.peft)
     faults = [f"{name} is missing" for name in meant.keys() - found.keys()]
     faults += [f"{name} is new" for name in found.keys() - meant.keys()]
     wrong = [name for name in meant.keys() & found.keys() if not torch.equal(found[name], meant[name].to(found[name].dtype))]
     faults += [f"{name} is not what was trained" for name in wrong]
+    unpack_into(loaded, trained)
     return logits_of(loaded), sorted(faults)
 
 

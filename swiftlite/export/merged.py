@@ -6,16 +6,19 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from swiftlite.export.config import dtype_name, model_config, write_small_files
 from swiftlite.export.folder import check_space
+from swiftlite.export.onto import bases_of, originals, refuse
 from swiftlite.export.reload import Reloaded, load_plain, logits_of
-from swiftlite.export.tensors import blocks, pieces, ties
+from swiftlite.export.tensors import Read, blocks, pieces, ties
 from swiftlite.export.trained import Exporter, Trained, Written
+from swiftlite.export.updates import Updates
+from swiftlite.models.files import open_weights
+from swiftlite.models.packed import packed_weights
 from swiftlite.models.tokenizer import save_tokenizer
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import ExportSection
@@ -42,12 +45,9 @@ def shard_bytes(text: str) -> int:
 
 def base_dtypes(trained: Trained) -> dict[str, torch.dtype]:
     """Tensor name in the base's files -> its floating-point type. Empty for a base without safetensors."""
-    found: dict[str, torch.dtype] = {}
-    for path in (trained.files.weights or []) if trained.files.is_safetensors else []:
-        with safe_open(path, "pt") as f:
-            names = {k: f.get_slice(k).get_dtype() for k in f.keys()}
-        found |= {k: _FILE_DTYPES[d] for k, d in names.items() if d in _FILE_DTYPES}
-    return found
+    tensors = open_weights(trained.files) if trained.files.is_safetensors else {}
+    names = {name: tensor.get_dtype() for name, tensor in tensors.items()}
+    return {name: _FILE_DTYPES[kind] for name, kind in names.items() if kind in _FILE_DTYPES}
 
 
 class ShardWriter:
@@ -90,12 +90,13 @@ class ShardWriter:
 
 def check(trained: Trained, section: ExportSection) -> None:
     shard_bytes(section.max_shard_size)
+    refuse(section.onto, bool(packed_weights(trained.model)), trained.files)
 
 
 def write(trained: Trained, folder: Path, section: ExportSection) -> Written:
-    """Writes weights, config, generation config and tokenizer files into an empty folder.
+    """Writes weights, config, generation config and tokenizer files into an empty folder. Nothing is packed again.
 
-    Memory: one block in fp32 on the model's device, one weight file on the CPU.
+    Memory: one block in fp32, and as it was before, on the model's device; one weight file on the CPU.
 
     Raises:
         ModelError: a weight is not finite, by training or because the chosen type cannot hold it.
@@ -108,10 +109,15 @@ def write(trained: Trained, folder: Path, section: ExportSection) -> Written:
     usual = Counter(in_base.values()).most_common(1)[0][0] if in_base else dtype
     # A few fp32 tensors among 16-bit ones are meant to be fp32 (router biases, state-space parameters).
     wide = {n for n, d in in_base.items() if d == torch.float32 != usual}
-    writer = ShardWriter(folder, shard_bytes(section.max_shard_size))
-    for block in blocks(trained.model, skip=tied):
-        for name, tensor in revert_weight_conversion(trained.model, block).items():
-            writer.add(name, _cast(name, tensor, torch.float32 if name in wide else dtype))
+    writer, updates = ShardWriter(folder, shard_bytes(section.max_shard_size)), Updates()
+    onto = section.onto if trained.gaps else None
+    for block in blocks(trained.model, skip=tied, bases=bases_of(trained, onto)):
+        old = _before(trained, block, updates)
+        for name, tensor in revert_weight_conversion(trained.model, block.tensors).items():
+            kept = torch.float32 if name in wide else dtype
+            writer.add(name, _cast(name, tensor, kept))
+            if name in old:
+                updates.add(name, old[name], tensor, kept)
     writer.finish()
     config, notes = model_config(trained, dtype, bool(untied))
     notes += write_small_files(trained, folder, config)
@@ -119,7 +125,22 @@ def write(trained: Trained, folder: Path, section: ExportSection) -> Written:
     names = {n for file in writer.files for n in file}
     if extra := sorted(names - set(in_base) - untied) if in_base else []:
         notes.append(f"{len(extra)} tensors have another name than in the base's files, as {extra[0]}")
-    return Written(dtype, notes)
+    return Written(dtype, notes, updates.as_dict(), onto)
+
+
+def _before(trained: Trained, block: Read, updates: Updates) -> dict[str, Tensor]:
+    """What training changed of a block, as it was before, by names of files. What is not known of it is counted."""
+    try:
+        full = originals(trained, {name: block.tensors[name].shape for name in block.full})
+    except ModelError:  # not in the files as it is now: grown by added tokens, or never saved
+        full = {}
+        updates.unknown += len(block.full)
+    before = block.before | full
+    if not before:
+        return {}
+    # Conversions want whole blocks; what was not changed is no update.
+    whole_block: dict[str, Tensor] = revert_weight_conversion(trained.model, block.tensors | before)
+    return whole_block
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,8 +169,8 @@ def reload(trained: Trained, folder: Path, written: Written, device: torch.devic
     loaded, faults = model.state_dict(), []
     tied, _ = ties(trained.model, written.dtype)
     seen = set(tied)
-    for block in blocks(trained.model, skip=tied):
-        for name, tensor in block.items():
+    for block in blocks(trained.model, skip=tied, bases=bases_of(trained, written.onto)):
+        for name, tensor in block.tensors.items():
             seen.add(name)
             if name not in loaded:
                 faults.append(f"{name} is missing")

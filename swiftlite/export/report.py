@@ -10,6 +10,7 @@ from typing import Any
 
 from swiftlite.export.config import dtype_name
 from swiftlite.export.trained import Written
+from swiftlite.export.updates import MUCH
 from swiftlite.export.verify import Differences, Tolerance
 
 NAME = "export_report.json"
@@ -33,7 +34,8 @@ def part(
         ],
         "differences": differences.as_dict() | {"wrong_tensors": list(faults)},
         "tolerance": vars(limit).copy(),
-        "notes": written.notes,
+        "notes": [*written.notes, *_lost(written)],
+        "updates": written.updates,
         "versions": {library: version(library) for library in ("torch", "transformers", "peft", "safetensors")},
     }
 
@@ -54,7 +56,45 @@ def lines(part: Part) -> list[str]:
     head = f"{part['format']}: {part['folder']} ({part['dtype']}, {size / 1e6:.1f} MB)"
     logits = f"largest logit difference {d['max_abs']:.2g} of {d['largest_logit']:.3g}, KL {d['kl']:.2g}, "
     logits += f"same likeliest token at {d['top1_agreement']:.1%} of {d['positions']} positions"
-    return [f"{head} {part['verdict']}: {logits}", *(f"  {note}" for note in part["notes"])]
+    more = [*_onto(part), *_updates(part), *part["notes"]]
+    return [f"{head} {part['verdict']}: {logits}", *(f"  {text}" for text in more)]
+
+
+def _onto(part: Part) -> list[str]:
+    """Where the base was packed: what the adapter does on both kinds of weights, and on which it was merged."""
+    gaps, onto = part.get("gaps"), part.get("onto")
+    if gaps is None:
+        return []
+    kinds = {"dequantised": f"the {gaps['packed']} weights, dequantised", "original": "the weights of the model's files"}
+    lines = [
+        f"adapter on {words}: logits {gap['relative']:.2g} of their norm off, KL {gap['kl']:.2g}, same likeliest token at "
+        f"{gap['top1_agreement']:.1%}"
+        for kind, words in kinds.items()
+        if (gap := gaps[kind]) is not None
+    ]
+    if onto:
+        why = ", the closer ones (export.onto: auto)" if onto["asked"] == "auto" and gaps["original"] else ""
+        with_what = "; compared with the adapter on them" if onto["base"] == "original" else ""
+        lines.append(f"merged onto {kinds[onto['base']]}{why}{with_what}")
+    return lines
+
+
+def _updates(part: Part) -> list[str]:
+    """What rounding to the written type did to what was learned."""
+    u = part.get("updates")
+    if u is None:
+        return []
+    text = f"updates as written in {part['dtype']}: rounding error {u['error']:.2g} of their norm, {u['kept']:.1%} of it kept"
+    return [f"{text}, {u['vanished']:.1%} of their elements vanished"]
+
+
+def _lost(written: Written) -> list[str]:
+    """A note where the written type cannot well hold what was learned."""
+    u = written.updates
+    if u is None or u["error"] <= MUCH:
+        return []
+    how = f"{dtype_name(written.dtype)} rounds the updates by {u['error']:.0%} of their norm (most in {u['worst']['name']})"
+    return [f"{how}: they are small beside the weights. export.dtype: fp32 holds them, and so does the adapter"]
 
 
 def why(part: Part) -> str:

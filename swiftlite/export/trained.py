@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from swiftlite.export.verify import Gaps
 from swiftlite.models.files import ModelFiles
 from swiftlite.recipe.schema import ExportSection
 
@@ -29,6 +30,7 @@ class Trained:
         base_dtype: floating-point type of the base's files.
         compute_dtype: type in which `model` multiplies; fp32 master weights may compute in bf16.
         config_overrides: `model.config_overrides` of the recipe.
+        gaps: measured before anything is written; None: the base is not packed.
     """
 
     model: PreTrainedModel
@@ -43,14 +45,24 @@ class Trained:
     compute_dtype: torch.dtype
     trust_remote_code: bool = False
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    gaps: Gaps | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """What an exporter says of the folder it wrote: the type of its weights, and what a reader of the report should know."""
+    """What an exporter says of the folder it wrote.
+
+    Attributes:
+        dtype: of its weights.
+        notes: what a reader of the report should know.
+        updates: what rounding left of the trained updates, see Updates.as_dict; None: nothing was merged.
+        onto: which weights a packed base was merged onto, dequantised or original; None: no packed base, or nothing was merged.
+    """
 
     dtype: torch.dtype
     notes: list[str]
+    updates: Mapping[str, Any] | None = None
+    onto: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,27 @@ class Differences:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """How far a model that was trained on packed weights is from its adapter on weights that are not.
+
+    Attributes:
+        method: how the weights were packed: nf4, fp8.
+        dequantised: on the values that the packed weights stand for.
+        original: on the weights of the model's files; None: they hold packed ones only.
+        adapted: logits [T, V] of the latter, one tensor a row.
+    """
+
+    method: str
+    dequantised: Differences
+    original: Differences | None
+    adapted: Sequence[Tensor] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        original = None if self.original is None else self.original.as_dict()
+        return {"packed": self.method, "dequantised": self.dequantised.as_dict(), "original": original}
 
 
 def tolerance(compute: torch.dtype, written: torch.dtype) -> Tolerance:

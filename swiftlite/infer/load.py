@@ -16,6 +16,7 @@ from swiftlite.infer.model import attach, load_full, load_plain, pick_dtype
 from swiftlite.models.adapters import read_adapter_config
 from swiftlite.models.build import DTYPES, load_config
 from swiftlite.models.files import TOKENIZER_FILES, ModelFiles, read_json
+from swiftlite.models.prequantised import quantization_config
 from swiftlite.models.sources import HUBS, resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows
 from swiftlite.recipe.errors import DataError, ModelError, RecipeError, nearest
@@ -90,6 +91,10 @@ def load_target(
     lora, notes = read_adapter_config(place.name) if place.kind == "adapter" else (None, [])
     notes = place.notes + notes
     files, section = _base(place, lora, base, own)
+    packing = place.recipe.quantize if place.kind == "adapter" and place.recipe is not None else None
+    if packing is not None and not quantization_config(files.folder):
+        beside = f"the adapter was trained beside {packing.method} weights and is used on the model's own"
+        notes.append(f"{beside}: export_report.json tells the gap, and a merged export what export.onto says")
     config, _ = load_config(files, Recipe(model=section))
     config.use_cache = config.get_text_config().use_cache = True
     model = load_plain(files, config, chosen, pick_dtype(dtype, chosen, config), notes)

@@ -1,8 +1,9 @@
 """The model of a target by transformers' own loader, with an adapter or trained weights put on it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.utils import logging as hf_logging
 from swiftlite.dist.checkpoint import Saved
 from swiftlite.models.adapter_files import slots
 from swiftlite.models.adapters import inject, load_adapter_weights
+from swiftlite.models.bnb4bit import Unpacked
 from swiftlite.models.build import DTYPES
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
-from swiftlite.models.files import ModelFiles
+from swiftlite.models.files import ModelFiles, open_weights
+from swiftlite.models.prequantised import section_of
 from swiftlite.recipe.errors import ModelError, RecipeError
 
 
@@ -34,7 +37,7 @@ def pick_dtype(wanted: str, device: torch.device, config: Any) -> torch.dtype:
 
 
 def load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torch.dtype, notes: list[str]) -> Any:
-    """The model by transformers' own loader; no weight may be missing.
+    """The model by transformers' own loader; no weight may be missing. What is packed by 4 bits becomes plain, as it was trained on.
 
     Raises:
         ModelError: it cannot be loaded, or a weight is missing.
@@ -43,11 +46,18 @@ def load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torc
     kwargs: dict[str, Any] = {"local_files_only": True, "trust_remote_code": files.remote_code, "output_loading_info": True}
     # flex_attention compiles anew for every length, and an answer has all of them.
     kwargs |= {"dtype": dtype, "attn_implementation": "eager" if attention == "flex_attention" else attention}
+    kind, source, tensors = auto_class(config), files.folder, open_weights(files)
+    if isinstance(tensors, Unpacked) and reads_packed(files):
+        vars(config).pop("quantization_config", None)
+        with torch.device("meta"):
+            kind, source = type(kind.from_config(config, trust_remote_code=files.remote_code)), None
+        kwargs["state_dict"] = dict(tensors)
+        notes.append(f"{len(tensors.packed)} weights of 4 bits are dequantised")
     if device.type != "cpu":
-        kwargs["device_map"] = "auto" if device.type == "cuda" and not _fits(files, dtype) else {"": device}
+        kwargs["device_map"] = "auto" if device.type == "cuda" and not _fits(files, tensors, dtype) else {"": device}
     try:
         with _progress_on_terminal():
-            model, found = auto_class(config).from_pretrained(files.folder, config=config, **kwargs)
+            model, found = kind.from_pretrained(source, config=config, **kwargs)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot be loaded: {str(error).strip().splitlines()[0]}", where=files.folder) from error
     if missing := sorted(found["missing_keys"]):
@@ -59,9 +69,19 @@ def load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torc
     return model
 
 
-def _fits(files: ModelFiles, dtype: torch.dtype) -> bool:
+def reads_packed(files: ModelFiles) -> bool:
+    """Whether packed weights are read by us; others are left to transformers and their own library."""
+    try:
+        return section_of(files.folder) is not None
+    except ModelError:
+        return False
+
+
+def _fits(files: ModelFiles, tensors: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether the model and a cache fit the first GPU, judged by the size of its files at 2 bytes a weight."""
     size = sum(path.stat().st_size for path in files.weights) * max(1, dtype.itemsize / 2)
+    if isinstance(tensors, Unpacked) and reads_packed(files):
+        size = sum(prod(tensor.get_shape()) for tensor in tensors.values()) * dtype.itemsize
     free: int = torch.cuda.mem_get_info(0)[0]
     return 1.15 * size < free
 

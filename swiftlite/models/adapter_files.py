@@ -21,6 +21,7 @@ from swiftlite.models.placing import fill
 from swiftlite.recipe.errors import ModelError
 
 ADAPTER = "default"
+INITIAL = "swiftlite_initial"  # of a LoRA layer: what its factors started as, by kind, where that came out of the base
 ADAPTER_READ = -2  # what is announced before the reads of all adapter tensors
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -80,6 +81,12 @@ class Slot(NamedTuple):
     def tensor(self) -> Tensor:
         found: Tensor = getattr(self.module, self.name)
         return found
+
+    @property
+    def initial(self) -> Tensor | None:
+        """What a factor that was split off the base started as, in host memory and sharded as the factor is; see decompose."""
+        found: dict[str, Tensor] = getattr(self.layer, INITIAL, {})
+        return found.get(self.kind)
 
 
 def slots(root: nn.Module) -> dict[str, Slot]:
@@ -195,7 +202,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 def adapter_state(peft: PeftModel) -> dict[str, Tensor]:
     """The adapter's tensors under the keys of its file: whole, on the CPU. All ranks must call it.
 
-    The same keys as peft's get_peft_model_state_dict, without its habit of adding whole embeddings.
+    The same keys as peft's get_peft_model_state_dict, without its habit of adding whole embeddings. An adapter that was split off
+    the base becomes the one of twice the rank that does the same on the whole base: B A - B0 A0 = [B, -B0] [A; A0].
     """
     root = peft.base_model.model
     announce = getattr(root, "swiftlite_announce", None)  # see export.ranks
@@ -204,7 +212,21 @@ def adapter_state(peft: PeftModel) -> dict[str, Tensor]:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation the root still holds gathered copies in the compute type
-    return {key: whole(slot.tensor).to("cpu", copy=True).contiguous() for key, slot in slots(root).items()}
+    return {key: _for_whole_base(slot).contiguous() for key, slot in slots(root).items()}
+
+
+def _for_whole_base(slot: Slot) -> Tensor:
+    """A tensor of the adapter, whole and on the CPU, as it stands in a file."""
+    now = whole(slot.tensor).to("cpu", copy=True)
+    if slot.initial is None:
+        return now
+    start = whole(slot.initial).cpu()
+    return torch.cat([now, start], 0) if slot.kind == "lora_A" else torch.cat([now, -start], 1)
+
+
+def initial_state(root: nn.Module) -> dict[str, Tensor]:
+    """What factors that were split off the base started as, by their key in adapter_model.safetensors; sharded as they are."""
+    return {key: slot.initial for key, slot in slots(root).items() if slot.initial is not None}
 
 
 def save_adapter(peft: PeftModel, folder: str | Path, **named: Any) -> dict[str, Any]:
@@ -226,6 +248,8 @@ def adapter_config(peft: PeftModel, **named: Any) -> dict[str, Any]:
     config = peft.peft_config[ADAPTER]
     values, default = config.to_dict() | {"inference_mode": True, **named}, type(config)().to_dict()
     values["task_type"] = values["task_type"] or "CAUSAL_LM"
+    if initial_state(peft.base_model.model):  # twice the rank at the same scale, which is alpha / r or alpha / sqrt(r)
+        values["r"], values["lora_alpha"] = 2 * config.r, config.lora_alpha * (2**0.5 if config.use_rslora else 2)
     rest = sorted(k for k in values if k not in _WRITTEN and _plain(values[k]) != _plain(default.get(k)))
     return {key: _plain(values[key]) for key in (*_WRITTEN, *rest)}
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swiftlite.dist.tensors import whole
+from swiftlite.models import decompose
 from swiftlite.models.adapter_files import (
     ADAPTER,
     PREFIX,
@@ -74,6 +75,8 @@ def attach(
     assert recipe.lora is not None
     targets = lora_targets(model, recipe.lora, family)
     fused = expert_parameters(model, recipe.lora, family) if recipe.lora.experts else []
+    if recipe.lora.splits:
+        decompose.require(model, recipe.lora, targets, fused)
     added = [int(tokenizer.convert_tokens_to_ids(token)) for token in recipe.model.add_tokens]
     config = peft_config(model, recipe.lora, targets, files.base_id, files.revision, added, fused)
     return inject(model, config, [*targets, *wrappers(fused)]), []

@@ -1,7 +1,7 @@
 """Builds a model in one written order; every step says why it stands where it does."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from swiftlite.dist import shard as sharding
+from swiftlite.dist.checkpoint import Saved
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
-from swiftlite.models import adapters, head, isolation, varlen, weights
+from swiftlite.models import adapters, decompose, fp8, given, head, isolation, lora, packed, varlen, weights
 from swiftlite.models.balance import Balance, balance_of
 from swiftlite.models.blocks import wrap_blocks
 from swiftlite.models.families.family import Family, class_name, count, name_of
@@ -58,6 +59,7 @@ class Built:
     base_dtype: torch.dtype
     balance: Balance | None = None
     notes: list[str] = field(default_factory=list)
+    sliced: bool = False  # blocks take a batch in slices while they are recomputed
 
 
 def load_config(files: ModelFiles, recipe: Recipe) -> tuple[Any, list[str]]:
@@ -103,6 +105,7 @@ def skeleton(
         ModelError, RecipeError: when the class cannot be served, or targets or patterns match nothing.
     """
     config, notes = load_config(files, recipe)
+    vars(config).pop("quantization_config", None)  # the class is the plain one
     family = family_for(config)
     attention = attention_for(
         family, config, device.type, recipe.model.attn_implementation,
@@ -125,18 +128,36 @@ def skeleton(
     family.freeze(root)
     balance = balance_of(root, recipe.train.router_aux_loss_coef)
     built = Built(root, family, blocks, None, grown, base_dtype, balance, notes)
+    # What is packed is chosen while layers still have their own names, and replaced inside the adapters.
+    in_full = recipe.lora.modules_to_save if recipe.lora else []
+    held = given.held(root, files, weights.conversions(root)) if recipe.quantize else None
+    chooser = held.choose if held else packed.choose
+    choice = chooser(root, recipe.quantize, family, in_full) if recipe.quantize else None
     # 2. Adapters come before sharding: afterwards they would stay plain tensors, and never be reduced.
     if recipe.lora is not None:
         built.peft, extra = adapters.attach(root, recipe, family, files, tokenizer)
         built.notes += extra
     else:
         adapters.select_trainable(root, recipe.train.trainable, family)
+    if recipe.quantize and choice:
+        # Scales of experts come from several tensors of the files, which can only be joined in fp32.
+        single = recipe.quantize.model_copy(update={"double_quant": False}) if held else recipe.quantize
+        packed.swap(root, replace(choice, experts=[]), recipe.quantize, fp8.native(device))
+        packed.swap(root, replace(choice, linears=[]), single, False)
+        built.notes += choice.notes
+    lora.cast_in_layers(root)
     # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them.
     # With an offloaded optimizer the masters of the base's own weights are in host memory, made from the base's values.
     kept = precision.compute if recipe.strategy.offload == "optimizer" and recipe.lora is None else precision.master
     for parameter in root.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(kept)
+    # Slices save memory and cost some speed. Trained weights of the base would sum their gradients over slices in the compute
+    # type, and routers are watched call by call.
+    lean = recipe.train.activation_offload or (recipe.quantize is not None and recipe.quantize.method == "nf4")
+    built.sliced = lean and built.peft is not None and balance is None
+    if attention == "flex_attention" or (attention == varlen.NAME and joined_by(recipe) is not None):
+        built.sliced = False  # masks and borders of a whole batch, which blocks could not divide
     return built
 
 
@@ -209,8 +230,12 @@ def build(
     device: torch.device,
     checkpointing: str,
     compiled: bool = False,
+    saved: Saved | None = None,
 ) -> tuple[Built, World]:
     """The model ready to train, and the ranks it lives on. World size 1 takes the same road as any other.
+
+    Args:
+        saved: the checkpoint that is gone on from: where the base was split, it says how.
 
     Raises:
         ModelError, RecipeError: see `skeleton`; and when weights are missing or do not fit.
@@ -226,7 +251,8 @@ def build(
     mapping = weights.conversions(root)
     # 5. Shard while nothing has memory.
     spread = recipe.strategy
-    wrap = sharding.needs_wrap(root, strategy, precision.compute, ranks().size, spread.offload == "params")
+    cast = lora.cast_where_used(root)
+    wrap = sharding.needs_wrap(root, strategy, precision.compute, ranks().size, spread.offload == "params", cast)
     world = join(device, strategy, wrap=wrap, shard=spread.shard, timeout_s=spread.timeout_s)
     if wrap:
         how = sharding.Sharding(precision.compute, DTYPES[spread.reduce_dtype], spread.offload == "params", spread.prefetch)
@@ -243,6 +269,8 @@ def build(
         adapters.init_adapters(built.peft, recipe.lora, recipe.seed, home)
         if recipe.model.adapter:
             adapters.load_adapter_weights(built.peft, recipe.model.adapter, home)
+        if recipe.lora is not None and recipe.lora.splits:
+            built.notes.append(decompose.split(root, recipe.lora, device, saved))
     # 7. What no file holds.
     weights.materialise_buffers(root, device)
     weights.require_loaded(root)
@@ -256,7 +284,7 @@ def build(
     root.train()
     sharding.reshard(root)
     # 9. Last, so that the short rows of the trials above compile nothing.
-    wrap_blocks(root, built.blocks, checkpointing, compiled, recipe.train.activation_offload)
+    wrap_blocks(root, built.blocks, checkpointing, compiled, recipe.train.activation_offload, built.sliced)
     return built, world
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swiftlite.models.families.family import Family, Parts, class_name, count, inside
+from swiftlite.models.packed import elements
 
 _LABELS = {
     "expert": "experts",
@@ -80,27 +81,32 @@ def coverage(model: PreTrainedModel, family: Family) -> Coverage:
     seen: set[int] = set()
     sizes: dict[str, int] = defaultdict(int)
     modules: dict[str, dict[str, str]] = defaultdict(dict)
-    in_blocks = uncovered = 0
+    in_blocks = uncovered = total = 0
     for path, owner in model.named_modules():
         name, layer = _base_name(model, path)
-        for parameter in owner.parameters(recurse=False):
-            if id(parameter) in seen or layer is None:
+        for own, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            if layer is None:
+                seen.add(id(parameter))
+                total += parameter.numel()
                 continue
             seen.add(id(parameter))
             # Some rows of an embedding may train (added tokens); the rest of it does not.
             covered = parameter.requires_grad or isinstance(layer, (LoraLayer, ModulesToSaveWrapper))
-            in_block = inside(name, parts.blocks)
-            in_blocks += in_block * parameter.numel()
+            in_block, size = inside(name, parts.blocks), elements(owner, own, parameter)
+            total += size
+            in_blocks += in_block * size
             if not covered:
-                uncovered += in_block * parameter.numel()
+                uncovered += in_block * size
                 part = _part(name, owner, parts)
-                sizes[part] += parameter.numel()
+                sizes[part] += size
                 modules[part][name] = class_name(owner)
     order = sorted(sizes, key=lambda part: -sizes[part])
     counts = {part: Counter(modules[part].values()) for part in order}
     return Coverage(
         trainable=count(p for p in model.parameters() if p.requires_grad),
-        total=count(model.parameters()),
+        total=total,
         adapted=sum(isinstance(m, LoraLayer) for m in model.modules()),
         block_weights=in_blocks,
         uncovered=uncovered,

@@ -262,13 +262,20 @@ class Weights(Mapping[str, Any]):
         return tensors
 
 
-def open_weights(files: ModelFiles) -> Weights:
+def open_weights(files: ModelFiles) -> Mapping[str, Any]:
     """The model's tensors by name, lazily; a safetensors slice reads only the rows it is indexed with.
+
+    4-bit weights of bitsandbytes look like plain ones; see `bnb4bit.PackedSlice`.
 
     Raises:
         ModelError: when a file is damaged, or pickled with anything but tensors in it.
     """
-    return Weights(files.weights, files.is_safetensors)
+    weights = Weights(files.weights, files.is_safetensors)
+    if not any(".quant_state." in name for name in weights):
+        return weights
+    from swiftlite.models.bnb4bit import Unpacked
+
+    return Unpacked(weights)
 
 
 def check_remote_code(folder: Path, trusted: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import get_args
 from swiftlite.models import hub as hubs
 from swiftlite.models.files import ModelFiles, Weights, check_remote_code, open_weights, read_json, weight_files
 from swiftlite.models.gguf import dequantise_gguf
+from swiftlite.models.prequantised import section_of
 from swiftlite.recipe.errors import ModelError, RecipeError, nearest
 from swiftlite.recipe.schema import ModelSection
 
@@ -17,8 +18,11 @@ _PACKAGE = "package://"
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
-def resolve_model(section: ModelSection, *, need_weights: bool = True) -> ModelFiles:
+def resolve_model(section: ModelSection, *, need_weights: bool = True, to_train: bool = False) -> ModelFiles:
     """The model's files on this machine, fetched if need be; `need_weights=False` fetches config and tokenizer only.
+
+    Args:
+        to_train: a model that is quantised in a way that cannot be trained on is refused, before its weights are fetched.
 
     Raises:
         ModelError: the path does not exist; not found; no access; offline or no network; no disk space; files missing, cut or not
@@ -28,8 +32,8 @@ def resolve_model(section: ModelSection, *, need_weights: bool = True) -> ModelF
         name, trusted = section.name, section.trust_remote_code
         path = _local_path(name)
         if path is not None:
-            return _local(path, need_weights, trusted)
-        return _from_hub(section, need_weights)
+            return _local(path, need_weights, trusted, to_train)
+        return _from_hub(section, need_weights, to_train)
     except ModelError as error:
         if error.where is not None:
             raise
@@ -65,7 +69,7 @@ def _split(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def _from_hub(section: ModelSection, need_weights: bool) -> ModelFiles:
+def _from_hub(section: ModelSection, need_weights: bool, to_train: bool) -> ModelFiles:
     repo, revision = _split(section.name)
     trusted = section.trust_remote_code
     hubs.check_id(repo)
@@ -81,6 +85,8 @@ def _from_hub(section: ModelSection, need_weights: bool) -> ModelFiles:
             f"{error.what}. There is no folder {section.name!r} here either, but {near!r} is", fix=error.fix
         ) from error
     code = check_remote_code(folder, trusted)  # before gigabytes are fetched for nothing
+    if to_train:
+        section_of(folder)
     if not need_weights:
         return ModelFiles(folder, repo, revision, [], True, code, _commit(section, folder))
     if section.hub == "modelscope":
@@ -95,7 +101,7 @@ def _commit(section: ModelSection, folder: Path) -> str | None:
     return folder.name if section.hub == "hf" else None  # snapshots/<commit> is the layout of the hub's cache
 
 
-def _local(path: Path, need_weights: bool, trusted: bool | None) -> ModelFiles:
+def _local(path: Path, need_weights: bool, trusted: bool | None, to_train: bool = False) -> ModelFiles:
     """`trusted` None: nothing will be loaded, so code in the folder is no matter."""
     if path.is_file():
         if path.suffix != ".gguf":
@@ -106,6 +112,8 @@ def _local(path: Path, need_weights: bool, trusted: bool | None) -> ModelFiles:
         if not (folder / "config.json").exists():
             raise ModelError("has no config.json, so it is no model folder", where=path, fix=_folder_hint(folder))
     code = trusted is not None and check_remote_code(folder, trusted)
+    if to_train:
+        section_of(folder)
     weights, is_safetensors = weight_files(folder) if need_weights else ([], True)
     return ModelFiles(folder, str(folder), None, weights, is_safetensors, code)
 

@@ -203,7 +203,8 @@ def peft_config(
         lora_dropout=lora.dropout,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
-        init_lora_weights=True if lora.init == "default" else lora.init,
+        # peft's own pissa and olora would split weights that are on meta here, and what is written belongs to the whole base.
+        init_lora_weights=lora.init if lora.init == "gaussian" else True,
         target_modules=short_names(targets, everything),
         target_parameters=short_names(parameters, [n for n, _ in model.named_parameters()], sizes=(2,)) or None,
         modules_to_save=in_full or None,

@@ -4,40 +4,71 @@ Each rank reads only its own rows (transformers' shard-on-read loader, which als
 Source of the view and of the buffer rule: transformers' `core_model_loading`, which sees the model through `BaseView`.
 """
 
+import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
+from swiftlite.dist.tensors import local, with_local
+from swiftlite.models.bnb4bit import PackedSlice
+from swiftlite.models.given import as_given, given_inlets
+from swiftlite.models.names import base_name
+from swiftlite.models.packed import inlets, packing_notes, stored_weights
 from swiftlite.recipe.errors import ModelError
 
-# Parts of a parameter's name that peft puts in front of a base weight, and parts that mark a weight of its own.
-_WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
-_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\.")
 
+class _Home:
+    """Stands for a module, and puts what it is given where weights are to live: transformers' loader leaves what is sharded on the
+    device of the mesh, wherever it was asked to read it to."""
 
-def base_name(name: str) -> str | None:
-    """The Hugging Face name of a base weight in an adapted model; None for a weight that belongs to an adapter."""
-    return None if _ADAPTER.search(name) else _WRAPPERS.sub("", name)
+    def __init__(self, module: nn.Module, home: torch.device) -> None:
+        self.__dict__.update(_module=module, _home=home)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: nn.Parameter) -> None:
+        if isinstance(value, DTensor) and value.device.type != self._home.type:
+            part = with_local(local(value.detach()).to(self._home), value)
+            value = nn.Parameter(part, requires_grad=value.requires_grad)
+            value._is_hf_initialized = True
+        setattr(self._module, name, value)
 
 
 class BaseView:
-    """Looks like the bare Hugging Face model to transformers' loader while the real one is adapted and sharded."""
+    """Looks like the bare Hugging Face model to transformers' loader while the real one is adapted and sharded.
 
-    def __init__(self, root: Any) -> None:
+    Args:
+        given: the files hold packed weights, which are taken as they are.
+        home: where weights are to live.
+    """
+
+    def __init__(self, root: Any, home: torch.device, given: bool = False) -> None:
         self.root = root
-        names = ((base_name(n), n) for n in root.state_dict(keep_vars=True))
+        found = given_inlets(root) if given else inlets(root)
+        # A packed weight is one tensor to whoever fills the model, and none of its carriers is.
+        self.inlets = {str(base_name(f"{path}.{n}")): inlet for path, inlet in found.items() for n in inlet.names}
+        hidden = {f"{n.rpartition('.')[0]}.{c}" for n, s in stored_weights(root) for c in s.names.values()}
+        names = ((base_name(n), n) for n in root.state_dict(keep_vars=True) if n not in hidden)
         self.names = {base: n for base, n in names if base is not None}
-        self.modules = {base.rpartition(".")[0]: root.get_submodule(n.rpartition(".")[0]) for base, n in self.names.items()}
+        paths = {base.rpartition(".")[0]: n.rpartition(".")[0] for base, n in self.names.items()}
+        self.modules: dict[str, Any] = {base: _Home(root.get_submodule(path), home) for base, path in paths.items()}
+        self.modules |= {base.rpartition(".")[0]: inlet for base, inlet in self.inlets.items()}
+        for inlet in found.values():
+            inlet.settle(home)
 
     def state_dict(self) -> dict[str, Tensor]:
         tensors = self.root.state_dict(keep_vars=True)
-        return {base: tensors[n] for base, n in self.names.items()}
+        packed = {base: getattr(inlet, base.rpartition(".")[2]) for base, inlet in self.inlets.items()}
+        return {base: tensors[n] for base, n in self.names.items()} | packed
 
     def named_buffers(self) -> Any:
         return ((base_name(n) or n, b) for n, b in self.root.named_buffers())
@@ -58,16 +89,23 @@ def conversions(root: Any) -> Any:
 def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.device, where: object) -> list[str]:
     """Fills the base weights of `root` from `tensors` (name -> lazy slice or tensor), each in its parameter's own type.
 
-    Returns notes: tensors of the file that the model has no place for.
+    Returns notes: what packing did, and tensors of the file that the model has no place for.
 
     Raises:
         ModelError: when a weight is missing or has another shape.
     """
-    view = BaseView(root)
+    view = BaseView(root, device, given=any(isinstance(tensor, PackedSlice) for tensor in tensors.values()))
     trainable = {n: p.requires_grad for n, p in root.named_parameters(remove_duplicate=False)}
     dtype = next(p.dtype for p in view.state_dict().values() if p.is_floating_point())
     config = LoadStateDictConfig(dtype=dtype, device_map={"": str(device)}, weight_mapping=mapping)
-    info, _ = convert_and_load_state_dict_in_model(view, dict(tensors), config)
+    read, nested = as_given(tensors, view, mapping)
+    with _one_by_one(bool(view.inlets)):
+        info, _ = convert_and_load_state_dict_in_model(view, read, config)
+    for name, stored in stored_weights(root):
+        stored.finish()
+        if (scales := nested.get(str(base_name(name)))) is not None:
+            stored.put("nested", scales.view(torch.uint8), device)
+    packed = packing_notes(root)
     root._weight_conversions = view.__dict__.get("_weight_conversions")
     tied: dict[str, str] = dict(getattr(root, "all_tied_weights_keys", None) or {})
     _tie(view, tied, info.missing_keys)
@@ -94,11 +132,76 @@ def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.de
         re.compile(p) for p in [*(getattr(root, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]
     ]
     unused = sorted(k for k in info.unexpected_keys if not any(p.search(k) for p in expected))
-    return (
-        [f"{len(unused)} tensors of the model's files have no place in {type(root).__name__}, such as {unused[0]}"]
-        if unused
-        else []
-    )
+    if unused:
+        packed.append(f"{len(unused)} tensors of the model's files have no place in {type(root).__name__}, such as {unused[0]}")
+    return packed
+
+
+@contextmanager
+def _one_by_one(wanted: bool) -> Iterator[None]:
+    """Inside, transformers reads a tensor only once the one before it is in place: what is packed would else be read faster than
+    it is packed, up to the whole model."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    if wanted:
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+class _Catch:
+    """Stands for a model whose weights are only to be read: module names lead to itself, and what is set is kept."""
+
+    def __init__(self, root: Any, shapes: Mapping[str, Any]) -> None:
+        self.base_model_prefix, self.config = root.base_model_prefix, root.config
+        self.wanted = {n: torch.empty(shape, dtype=torch.float32, device="meta") for n, shape in shapes.items()}
+        self.found: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.wanted
+
+    def named_buffers(self) -> list[Any]:
+        return []
+
+    def get_submodule(self, path: str) -> Any:
+        return _CatchModule(self, path)
+
+
+class _CatchModule:
+    _buffers: ClassVar[dict[str, Tensor]] = {}
+
+    def __init__(self, catch: _Catch, path: str) -> None:
+        self.__dict__.update(_catch=catch, _path=path)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._catch.wanted[f"{self._path}.{name}"]  # type: ignore[no-any-return]
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        self._catch.found[f"{self._path}.{name}"] = value.detach()
+
+
+def original(root: Any, tensors: Mapping[str, Any], mapping: Any, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights of the model's files, by Hugging Face name and with key conversions applied: fp32, on the CPU.
+
+    Args:
+        tensors, mapping: as for `stream`.
+        shapes: name -> shape of those that are wanted.
+
+    Raises:
+        ModelError: the files lack one.
+    """
+    catch = _Catch(root, shapes)
+    config = LoadStateDictConfig(dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=mapping)
+    with _one_by_one(True):
+        convert_and_load_state_dict_in_model(catch, dict(tensors), config)
+    if missing := sorted(shapes.keys() - catch.found.keys()):
+        raise ModelError(f"the model's files have no {missing[0]}", fix="Fetch the model again.")
+    return catch.found
 
 
 def _tie(view: BaseView, tied: dict[str, str], missing: set[str]) -> None:

@@ -21,8 +21,8 @@ from swiftlite.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Dpo:
-    """DPO. With new adapters the model without them is p0. Where the start is another one, an adapter that is trained on or a
-    model that is trained itself, p0 is asked of every pair before training, so that no second model is held.
+    """DPO. With new adapters the model without them is p0. Where it is not (an adapter that is trained on or was split off the
+    base, a model that is trained itself) p0 is asked of every pair before training, so that no second model is held.
 
     Batches are [2 * pairs, T], better and worse answer in turn.
     """
@@ -37,10 +37,12 @@ class Dpo:
         for key in ("label_smoothing_factor", "router_aux_loss_coef"):
             if getattr(recipe.train, key):
                 raise RecipeError("the objective dpo has no place for it.", where=f"train.{key}", fix="Remove it.")
-        keeps = recipe.lora is None or recipe.model.adapter is not None
+        # Adapters that were split off the base leave less than p0 when they are taken away.
+        keeps = recipe.lora is None or recipe.model.adapter is not None or recipe.lora.splits
         if keeps and recipe.data.streaming:
             what = "dpo compares with the model at the start, asked of all pairs before step 1 unless a new adapter is trained."
-            raise RecipeError(what, where="data.streaming", fix="Add a lora section without model.adapter, or do not stream.")
+            fix = "Use a lora section with lora.init: default and without model.adapter, or do not stream."
+            raise RecipeError(what, where="data.streaming", fix=fix)
         assert recipe.train.dpo_beta is not None
         return replace(self, beta=recipe.train.dpo_beta, keeps_reference=keeps)
 

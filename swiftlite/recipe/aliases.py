@@ -21,6 +21,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "logging": "log",
         "checkpoints": "checkpoint",
         "output_dir": "output",
+        **dict.fromkeys(("quantization", "quantization_config", "quantization_bit", "quant_bits"), "quantize"),
     },
     "model": {
         "model": "name",
@@ -70,9 +71,19 @@ ALIASES: dict[str, dict[str, str]] = {
         "additional_target": "modules_to_save",
         "lora_modules_to_save": "modules_to_save",
         "init_lora_weights": "init",
+        "init_weights": "init",
         "use_rs_lora": "use_rslora",
         "rslora": "use_rslora",
         "dora": "use_dora",
+        "loraplus_lr_ratio": "lr_ratio",
+    },
+    "quantize": {
+        "quant_method": "method",
+        "bnb_4bit_quant_type": "method",
+        "bnb_4bit_use_double_quant": "double_quant",
+        "double_quantization": "double_quant",
+        "llm_int8_skip_modules": "skip",
+        "modules_to_not_convert": "skip",
     },
     "strategy": {"strategy": "name", "deepspeed": "config", "deepspeed_config": "config", "ds_config": "config"},
     "train": {
@@ -127,13 +138,17 @@ VALUES: dict[str, dict[str, Scalar]] = {
     "data.overlong": {"delete": "drop", "right": "truncate", "raise": "error"},
     "lora.target_modules": {"all": "all-linear"},
     "lora.init": {"true": "default"},
+    "quantize.method": {"4": "nf4", "4bit": "nf4", "bnb_4bit": "nf4", "float8": "fp8"},
     "strategy.name": _FROM_OFF
     | {"fsdp2": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp", "shard_grad_op": "zero2"}
     | {f"{prefix}{n}": f"zero{n}" for n in (1, 2, 3) for prefix in ("deepspeed_zero", "zero_", "zero-", "stage")}
     | {"deepspeed_zero0": "ddp", "zero0": "ddp", "stage0": "ddp", "multi_gpu": "ddp"},
     "train.precision": _DTYPES | dict.fromkeys(("false", "no", "off", "none"), "fp32"),
     "train.gradient_checkpointing": _FROM_OFF | {"true": "full"},
-    "train.optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    "train.optim": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+        **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+    },
     "eval.eval_strategy": _OFF,
     "log.report_to": {"none": None},
     "checkpoint.save_strategy": _OFF,
@@ -143,8 +158,10 @@ VALUES: dict[str, dict[str, Scalar]] = {
 
 # Switches that say the value of another key: word -> that value; None: the switch says nothing and is left out.
 SWITCHES: dict[str, tuple[str, dict[str, Scalar]]] = {
+    "load_in_4bit": ("quantize", {"true": "nf4", "false": None}),
     "model.flash_attention": ("attn_implementation", {"true": "flash_attention_2", "false": None}),
     "lora.lora_target_linear": ("target_modules", {"true": "all-linear", "false": None}),
+    "lora.pissa_init": ("init", {"true": "pissa", "false": None}),
     "lora.match_all_linear": ("target_modules", {"true": "all-linear", "false": None}),
     "train.bf16": ("precision", {"true": "bf16", "false": "fp32", "auto": "auto"}),
     "train.fp16": ("precision", {"true": "fp16", "false": None}),
@@ -164,6 +181,7 @@ ADVICE: dict[str, str] = {
     "revision": "Write it behind the name: `model.name: org/name@revision`.",
     **dict.fromkeys(("finetuning_type", "tuner_type", "use_peft", "train_type"), _METHOD),
     **dict.fromkeys(("fsdp_config", "accelerate_config", "fsdp_transformer_layer_cls_to_wrap"), _SHARDING),
+    "pissa_convert": "Every adapter that is written is made for the whole base.",
     "load_best_model_at_end": "The best checkpoint is always kept; checkpoint.metric_for_best_model names its metric.",
     "overwrite_output_dir": "A run never overwrites another: choose a new `output`, or go on with checkpoint.resume.",
     "do_train": "`swiftlite train` trains.",
@@ -192,7 +210,7 @@ def _lengthen_section(name: str, node: Node) -> None:
     if name == "lora" and isinstance(node.value, bool):
         node.value = {} if node.value else None
         return
-    inner = {"model": "name", "data": "train", "strategy": "name", "export": "formats"}.get(name)
+    inner = {"model": "name", "data": "train", "quantize": "method", "strategy": "name", "export": "formats"}.get(name)
     short = str | int | float | bool | list if inner in ("train", "formats") else str | int | float | bool
     if inner and isinstance(node.value, short):
         node.value = {inner: Node(node.value, node.where, node.key, node.text)}

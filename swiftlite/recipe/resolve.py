@@ -1,5 +1,6 @@
 """Defaults that depend on other keys, and what single keys cannot know: whether they fit each other. Pure, no torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -198,12 +199,33 @@ def _check_names(draft: _Draft) -> None:
             draft.fault(key, f"unknown name '{name}'.{nearest(name, legal)}", f"Known: {', '.join(legal)}.")
 
 
+def packed_faults(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """What a recipe asks for that a base of packed weights cannot give: key, fault, and what to change."""
+    if not recipe.quantize:
+        return
+    if not recipe.lora and recipe.model.adapter is None:
+        what = "without a lora section every weight is trained, and packed ones cannot be."
+        yield "quantize", what, "Add `lora: {rank: 16}`."
+    if recipe.lora and recipe.lora.use_dora:
+        yield "lora.use_dora", "DoRA reads the base weights in every step; packed ones do not allow it.", "Leave one out."
+    if recipe.lora and recipe.lora.splits:
+        what = f"a packed base cannot give up what {recipe.lora.init} takes out of it."
+        yield "lora.init", what, "Leave quantize out, or use init: default."
+
+
 def _check_method(draft: _Draft) -> None:
     recipe = draft.loaded.recipe
     if not recipe.data.train:
         draft.fault("data.train", "missing.", "Write `data: file.jsonl`.")
     if recipe.lora and recipe.train.trainable:
         draft.fault("train.trainable", "partial full tuning and a lora section exclude each other.", "Keep one of them.")
+    for key, what, fix in packed_faults(recipe):
+        draft.fault(key, what, fix)
+    if recipe.quantize and recipe.quantize.double_quant and recipe.quantize.method != "nf4":
+        draft.fault("quantize.double_quant", "fp8 has one scale a row, which is not worth packing.", "Remove it.")
+    if recipe.lora and recipe.lora.splits and recipe.model.adapter:
+        what = f"'{recipe.lora.init}' begins a new adapter, and model.adapter goes on from one."
+        draft.fault("lora.init", what, "Keep one of them.")
     if recipe.train.objective == "dpo":
         draft.fill("train.dpo_beta", 0.1, "default")
     elif draft.given("train.dpo_beta"):

@@ -108,7 +108,22 @@ class LoraSection(Section):
         False,
         description="Adapt routed experts too; each pass makes a changed copy of them, and vLLM loads no such adapter.",
     )
-    init: Literal["default", "gaussian"] = Field("default", description="Initialisation of the A matrices.")
+    init: Literal["default", "gaussian", "pissa", "olora"] = Field(
+        "default",
+        description="How adapters start: with an update of zero, or (pissa, olora) as a part of the base that is taken out of it.",
+    )
+    lr_ratio: PositiveFloat = Field(1.0, description="LoRA+: the B matrices learn this many times as fast as the A matrices.")
+
+    @property
+    def splits(self) -> bool:
+        """Whether the base's weights are split into adapter and rest."""
+        return self.init in ("pissa", "olora")
+
+
+class QuantizeSection(Section):
+    method: Literal["nf4", "fp8"] = Field(description="nf4: 4 bits a weight; fp8: 8, and float8 products where there are any.")
+    double_quant: bool = Field(False, description="With nf4: scales in 8 bits, which saves 0.37 bits a weight.")
+    skip: list[str] = Field(["lm_head"], description="Modules that stay as they are: names, last parts or patterns.")
 
 
 class StrategySection(Section):
@@ -145,7 +160,9 @@ class TrainSection(Section):
     )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Last rate as a share of the peak.")
     warmup_steps: NonNegativeFloat = Field(0.03, description="Warm-up: steps (whole number) or share of all steps (< 1).")
-    optim: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer.")
+    optim: Literal["adamw", "adamw_8bit", "sgd"] = Field(
+        "adamw", description="Optimizer; adamw_8bit keeps about 2 bytes of state a weight instead of 8."
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the second moment.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW: term in the denominator.")
@@ -221,6 +238,11 @@ class CheckpointSection(Section):
 class ExportSection(Section):
     formats: list[str] | None = Field(None, description="What to write at the end. Default [adapter] with lora, else [merged].")
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Data type of merged weights; auto: the base's.")
+    onto: Literal["auto", "dequantised", "original"] = Field(
+        "auto",
+        description="With quantize, what merged weights start from: the values that were trained on, or those of the model's files; "
+        "auto: whichever is closer to the trained model.",
+    )
     max_shard_size: str = Field("5GB", description="Largest weight file of a merged export.")
     overwrite: bool = Field(False, description="Replace an earlier export in the target folder.")
 
@@ -231,6 +253,9 @@ class Recipe(Section):
     model: ModelSection = Field(description="The model to start from.")
     data: DataSection = Field(default_factory=DataSection, description="Rows to train and evaluate on.")
     lora: LoraSection | None = Field(None, description="LoRA adapters; absent: full fine-tuning.")
+    quantize: QuantizeSection | None = Field(
+        None, description="Keep the frozen weights of the blocks' linear layers and experts in few bits; needs lora."
+    )
     strategy: StrategySection = Field(default_factory=StrategySection, description="How the model is spread over ranks.")
     train: TrainSection = Field(default_factory=TrainSection, description="The optimisation.")
     eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation during training.")

@@ -89,7 +89,7 @@ def train_step(run: Run, group: Sequence[MicroBatch], rate: float) -> StepReport
         if run.recipe.train.max_grad_norm and not bad:
             clip(gradients, norm, run.recipe.train.max_grad_norm)
         for parameters in run.optimizer.param_groups:
-            parameters["lr"] = rate
+            parameters["lr"] = rate * parameters["lr_ratio"]
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()

@@ -5,23 +5,29 @@ with fp32 masters and pure, with and without checkpointing, rows of 4,096 tokens
 see NOT_COUNTED.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from swiftlite.data.loader import SAMPLES, Loader
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.shard import needs_wrap
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import mesh_shape
+from swiftlite.models.blocks import rows_of_slice
 from swiftlite.models.build import Built, Precision, alone
 from swiftlite.models.families.family import Parts, count, inside, is_linear
 from swiftlite.models.head import CHUNK_ELEMENTS
-from swiftlite.models.weights import base_name
+from swiftlite.models.lora import cast_where_used
+from swiftlite.models.names import base_name
+from swiftlite.models.packed import stored_in, stored_weights
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.schema import TrainSection
 from swiftlite.train.optim import make_optimizer
@@ -29,9 +35,12 @@ from swiftlite.train.plan import Plan
 
 GIB = 2**30
 # What selective checkpointing keeps of what a block's passes do.
-SELECTIVE = 0.6
+SELECTIVE = 0.33
 # What compiled blocks keep of what eager ones do: 35 of 50 GiB for an 8B shape.
 COMPILED = 0.7
+# What a recomputed block takes, with the gradients that pass through it, of what it keeps: a quarter more where it runs as it is,
+# less where compiled, but that updates of adapters are tensors beside what they are added to. By 8B shapes on an H200.
+RECOMPUTED = {False: 1.1, True: 2.0}
 # Of a GPU's memory: its context, libraries' buffers, gaps between what is allocated.
 RESERVE = 0.03
 NOT_COUNTED = "attention scores (kept by eager, and by sdpa in fp32 on a GPU), the device's own libraries, fragmentation"
@@ -163,22 +172,25 @@ def reckon(
     blocks = [root.get_submodule(name) for name in _with_gradient(root, built.blocks)]
     kept = [rows * tokens * _kept_per_token(block, parts, compute) + _changed_experts(block, compute) for block in blocks]
     hidden = rows * tokens * root.get_input_embeddings().weight.shape[1] * compute.itemsize
-    # A quarter is for the gradients that pass through the block: what 8B and 0.4B shapes took on an H200.
-    recomputed = round((2.0 if compiled else 1.25) * max(kept, default=0)) if checkpointing != "none" else 0
-    working = max(_head_bytes(root, rows * tokens, compute), recomputed)
+    recomputed = round((RECOMPUTED[built.peft is not None] if compiled else 1.25) * max(kept, default=0))
+    if checkpointing == "none":
+        recomputed = 0
+    elif checkpointing == "full" and built.sliced:
+        recomputed = recomputed * (rows_of_slice(rows, tokens) or rows) // rows
+    working = max(_head_bytes(root, rows * tokens, compute), recomputed + max(map(_unpacked, blocks), default=0))
     inputs, inner = hidden * len(blocks), round((COMPILED if compiled else 1) * sum(kept))
     waiting = hidden * min(2, len(blocks)) if train.activation_offload else inputs
-    wrapped = needs_wrap(root, strategy, compute, size, offload == "params")
+    wrapped = needs_wrap(root, strategy, compute, size, offload == "params", cast_where_used(root))
     during, ending = _copies(built, strategy, shards > 1 or offload == "params", size, compute) if wrapped else (0, 0)
     left = 0 if offload == "params" else 1  # what stays on the device between its uses
     # Gradients that are summed over ranks at a step's last pass are whole until then.
     whole = strategy.reduce == "last" and (train.gradient_accumulation_steps or 1) > 1
-    masters = sum(p.numel() * state_bytes(train, precision.master) for p in trained)
+    state = state_bytes(train, trained, precision.master)
     return MemoryPlan(
         frozen=left * _bytes(frozen) // shards,
         trained=left * trained_bytes // shards,
-        gradients=(1 if offload == "optimizer" else left) * (4 * count(trained) if whole else trained_bytes // shards),
-        optimizer=masters // shards if offload == "none" else 0,
+        gradients=(offload == "none") * (4 * count(trained) if whole else trained_bytes // shards),  # offloaded as they come
+        optimizer=state // shards if offload == "none" else 0,
         activations={"none": inner, "selective": inputs + round(SELECTIVE * inner), "full": waiting}[checkpointing],
         working=working + during,
         ending=ending,
@@ -188,6 +200,14 @@ def reckon(
         device=device.type,
         there=_there(device),
     )
+
+
+def _unpacked(block: nn.Module) -> int:
+    """Bytes of packed weights while they are used: a linear layer's one at a time, all fused experts of a block until its
+    backward pass is through. Float8 weights are only turned over."""
+    sizes = [(len(s.shape), s.method, torch.Size(s.shape).numel() * s.dtype.itemsize) for _, s in stored_weights(block)]
+    linear = [size // 2 if method == "fp8" else size for axes, method, size in sizes if axes == 2]
+    return max(linear, default=0) + sum(size for axes, _, size in sizes if axes == 3)
 
 
 def _bytes(tensors: list[Any]) -> int:
@@ -218,11 +238,14 @@ def _kept_per_token(block: nn.Module, parts: Parts, compute: torch.dtype) -> int
         expert = parts.expert_count and inside(names[id(module)], parts.experts)
         share = used / parts.expert_count if expert else 1.0
         if is_linear(module):
-            total += share * sum(module.weight.shape) * compute.itemsize  # type: ignore[arg-type]
+            sides = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+            total += share * sum(sides) * compute.itemsize  # type: ignore[arg-type]
         elif "norm" in type(module).__name__.lower():
             total += 4 * sum(p.numel() for p in module.parameters(recurse=False))
-        fused = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-        total += sum(share * len(p) * (p.shape[1] + p.shape[2]) * compute.itemsize for p in fused)
+        stored = stored_in(module)
+        fused = [s.shape for s in stored if len(s.shape) == 3]
+        fused += [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3 and not stored]
+        total += sum(share * n * (rows + columns) * compute.itemsize for n, rows, columns in fused)
     return round(total)
 
 
@@ -262,7 +285,8 @@ def _copies(built: Built, strategy: Strategy, fetched: bool, size: int, compute:
 
     blocks, others = ([root.get_submodule(n) for n in names] for names in (built.blocks, alone(built)))
     own_gradients = gradients(root) - sum(map(gradients, [*blocks, *others]))
-    kept = weights(root) - (0 if strategy.reshard == "none" else sum(map(weights, [*blocks, *others]))) + own_gradients
+    inner = sum(map(weights, [*blocks, *others]))
+    kept = weights(root) - inner + own_gradients
     buffer = 4 / compute.itemsize if size > 1 else 0
 
     def passing(modules: list[nn.Module], at_once: int) -> int:
@@ -270,17 +294,29 @@ def _copies(built: Built, strategy: Strategy, fetched: bool, size: int, compute:
         reduced = max(map(gradients, modules), default=0)
         return shown + at_once * reduced + round(buffer * reduced)
 
-    return kept + passing(blocks, 2), kept + max(passing(others, 1), round(buffer * own_gradients))
+    # What a strategy does not free after the forward pass goes block by block in the backward pass.
+    held, last = (inner, max(map(weights, others), default=0)) if strategy.reshard == "none" else (0, 0)
+    return kept + held + passing(blocks, 2), kept + last + max(passing(others, 1), round(buffer * own_gradients))
 
 
-def state_bytes(train: TrainSection, dtype: torch.dtype) -> int:
-    """Bytes of optimizer state a weight, asked of the optimizer itself on a small matrix."""
-    probe = nn.Linear(64, 64, bias=False, dtype=dtype, device="cpu")
-    probe.weight.grad = torch.zeros_like(probe.weight)
-    optimizer = make_optimizer(probe, train)
-    optimizer.step()
-    state = [v for v in optimizer.state[probe.weight].values() if torch.is_tensor(v) and v.numel() > 1]
-    return round(_bytes(state) / probe.weight.numel())
+def state_bytes(train: TrainSection, weights: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    """Bytes of optimizer state of whole weights, asked of the optimizer itself on one row of each kind.
+
+    Args:
+        weights: only shapes and types are read.
+        dtype: the type in which the optimizer has them; None: theirs.
+    """
+    total, known = 0, dict[Any, int]()
+    for weight in weights:
+        shape, kind = (*[1] * (weight.ndim - 1), *weight.shape[-1:]), dtype or weight.dtype
+        if (shape, kind) not in known:
+            row = nn.Parameter(torch.zeros(shape, dtype=kind, device="cpu"))
+            row.grad = torch.zeros_like(row)
+            optimizer = make_optimizer(nn.ParameterList([row]), train)
+            optimizer.step()
+            known[shape, kind] = _bytes([v for key, v in optimizer.state[row].items() if key != "step" and torch.is_tensor(v)])
+        total += known[shape, kind] * (weight.numel() // max(1, prod(shape)))
+    return total
 
 
 def _there(device: torch.device) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swiftlite.models.packed import elements
 from swiftlite.train.console import Console
 
 # Dense bf16 matrix rates in FLOP/s by a part of the device's name (vendors' datasheets); first match counts.
@@ -40,9 +41,12 @@ def flops_per_token(root: nn.Module) -> float:
     """
     total = 0.0
     embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    for p in {id(p): p for p in root.parameters()}.values():
-        if p.ndim >= 2 and id(p) not in embeddings:
-            total += p.numel() * (6 if p.requires_grad else 4)
+    seen: set[int] = set()
+    for module in root.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p.ndim >= 2 and id(p) not in embeddings | seen:
+                total += elements(module, name, p) * (6 if p.requires_grad else 4)
+                seen.add(id(p))
     return total
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from swiftlite.dist.checkpoint import Saved
 from swiftlite.dist.tensors import local, with_local
 from swiftlite.recipe.schema import TrainSection
+from swiftlite.train.adamw8bit import AdamW8bit
 from swiftlite.train.offload import OffloadedOptimizer
 
 Optimizer = torch.optim.Optimizer | OffloadedOptimizer
@@ -19,26 +20,41 @@ def _adamw(groups: list[dict[str, Any]], train: TrainSection, fused: bool) -> to
     return torch.optim.AdamW(groups, lr=0.0, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon, fused=fused)
 
 
+def _adamw_8bit(groups: list[dict[str, Any]], train: TrainSection, fused: bool) -> torch.optim.Optimizer:
+    return AdamW8bit(groups, lr=0.0, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon)
+
+
 def _sgd(groups: list[dict[str, Any]], train: TrainSection, fused: bool) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.0, fused=fused)
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSection, bool], torch.optim.Optimizer]] = {
     "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
     "sgd": _sgd,
 }
 
 
-def make_optimizer(root: nn.Module, train: TrainSection, offload: str = "none") -> Optimizer:
+def make_optimizer(root: nn.Module, train: TrainSection, offload: str = "none", lr_ratio: float = 1.0) -> Optimizer:
     """The optimizer over all trainable parameters. Norms, biases and every other vector are exempt from weight decay.
+
+    A group's `lr_ratio` is what the rate of a step is multiplied by for its weights.
 
     Args:
         offload: strategy.offload; `optimizer` puts state and master weights into host memory.
+        lr_ratio: lora.lr_ratio, LoRA+ (Hayou et al., arXiv 2402.12354). As in peft, B matrices and all vectors learn that much
+            faster; embeddings' adapters, which peft gives a rate of their own, learn at the rate itself.
     """
-    trainable = [p for p in root.parameters() if p.requires_grad]
-    matrices, vectors = ([i for i, p in enumerate(trainable) if (p.ndim >= 2) == wide] for wide in (True, False))
-    # No empty group: torch's own state functions trip over one.
-    groups = [(part, {"weight_decay": decay}) for part, decay in ((matrices, train.weight_decay), (vectors, 0.0)) if part]
+    trainable: list[nn.Parameter] = []
+    alike: dict[tuple[float, float], list[int]] = {}
+    for name, p in root.named_parameters():
+        if p.requires_grad:
+            fast = ".lora_B." in name or p.ndim < 2
+            # No group is empty: torch's own state functions trip over one.
+            settings = (train.weight_decay if p.ndim >= 2 else 0.0, lr_ratio if fast else 1.0)
+            alike.setdefault(settings, []).append(len(trainable))
+            trainable.append(p)
+    groups = [(part, {"weight_decay": decay, "lr_ratio": ratio}) for (decay, ratio), part in alike.items()]
     if offload == "optimizer":
         on_gpu = trainable[0].device.type == "cuda"  # then many weights are worth the fused kernel of the CPU
         return OffloadedOptimizer(trainable, groups, lambda parts: OPTIMIZERS[train.optim](parts, train, on_gpu))
@@ -74,9 +90,10 @@ def load_state_tensors(weights: dict[str, nn.Parameter], optimizer: Optimizer, s
         state = {}
         for key in keys.get(name, []):
             full = f"{name}:{key}"
-            if key != "step" and saved.shape("optimizer", full) == list(p.shape):
+            shape = saved.shape("optimizer", full)
+            if key != "step" and shape[:1] == list(p.shape[:1]):  # scales of blocks have a weight's rows, not its shape
                 part = saved.part("optimizer", full, p).to(local(p).device)
-                state[key] = with_local(part, p) if isinstance(p, DTensor) else part
+                state[key] = with_local(part, p, shape) if isinstance(p, DTensor) else part
             else:
                 state[key] = saved.rows("optimizer", full).to(local(p).device if fused else "cpu")
         if state and isinstance(optimizer, OffloadedOptimizer):

@@ -19,6 +19,7 @@ from swiftlite.dist import checkpoint
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
+from swiftlite.models import prequantised
 from swiftlite.models.build import Precision, load_config
 from swiftlite.models.sources import ModelFiles, resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows, pad_id
@@ -153,7 +154,9 @@ def make_plan(loaded: Loaded, *, need_weights: bool = True, world_size: int | No
     if eats == "pairs":
         check_pairs(recipe.data)
     device, precision, strategy = _machine(recipe, world_size)
-    files = resolve_model(recipe.model, need_weights=need_weights)
+    files = resolve_model(recipe.model, need_weights=need_weights, to_train=True)
+    loaded, found = prequantised.adopt(loaded, files)
+    recipe, notes = loaded.recipe, notes + found
     text, tokenizer = load_config(files, recipe)[0].get_text_config(), load_tokenizer(files, recipe.model)
     renderer = _renderer(recipe, tokenizer, text.vocab_size)
     longest = getattr(text, "max_position_embeddings", None) or recipe.data.max_length

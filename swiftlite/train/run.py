@@ -70,17 +70,20 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         self.objective: Objective = plan.objective
+        # Known before the model is built: it may say how the base was split.
+        self._found = self._checkpoint()
         self.built, self.world = build(
             plan.files, self.recipe, plan.tokenizer,
             precision=plan.precision, strategy=plan.strategy, device=plan.device, checkpointing=plan.checkpointing,
-            compiled=plan.compiled,
+            compiled=plan.compiled, saved=self._found,
         )  # fmt: skip
         if self.world.data_rank:  # ranks read different rows, and draw other numbers for them
             torch.manual_seed(draw(self.recipe.seed, self.world.data_rank))
         self.root: Any = self.built.root
         if kept := sorted(self.recipe.model.config_overrides.keys() - public_overrides(self.recipe).keys()):
             self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
-        self.optimizer = make_optimizer(self.root, self.recipe.train, self.recipe.strategy.offload)
+        lr_ratio = self.recipe.lora.lr_ratio if self.recipe.lora else 1.0
+        self.optimizer = make_optimizer(self.root, self.recipe.train, self.recipe.strategy.offload, lr_ratio)
         self.masters = masters(self.root, self.optimizer)
         self.scaler = torch.amp.GradScaler(plan.device.type, enabled=plan.precision.name == "fp16")
         self.step = 0
@@ -112,15 +115,18 @@ class Run:
             RecipeError: when the folder holds a run that is not to be resumed, or one with other fixed keys.
             DiskFullError: when the first checkpoint would not fit.
         """
+        self.plan.refuse_second_run()
         reference.keep(self)
-        output, found = self.plan.output, self._resume()
+        output, found = self.plan.output, self._found
+        if found:
+            states.restore(self, found)
         if self.step < self.schedule.total and self.recipe.checkpoint.save_strategy != "no":
             checkpoint.require_space(self.checkpoints, checkpoint_bytes)
         self.metrics = Metrics(output / "metrics.jsonl", self.console, [], self.plan.device)
         if self.world.is_main:
             self._write_start()
         if found:
-            self.console.line(f"resumed   from {found} at step {self.step:,} of {self.schedule.total:,}")
+            self.console.line(f"resumed   from {found.folder} at step {self.step:,} of {self.schedule.total:,}")
         self._groups = Prefetcher(self.plan.loader, self.recipe.data.num_workers, self.schedule.total)
         self.console.begin(self.step, self.schedule.total)
         self._restart_window()
@@ -148,12 +154,12 @@ class Run:
             self.plan.reports["train"] = self.plan.loader.report()
         (self.plan.output / "data_report.json").write_text(json.dumps(self.plan.reports, indent=2, ensure_ascii=False))
 
-    def _resume(self) -> Path | None:
+    def _checkpoint(self) -> Saved | None:
+        """The checkpoint to go on from, None where there is none."""
         wanted = self.recipe.checkpoint.resume
-        good, skipped = checkpoint.complete(self.checkpoints)
         if wanted is None:
-            self.plan.refuse_second_run()
             return None
+        good, skipped = checkpoint.complete(self.checkpoints)
         if wanted == "auto":
             for folder, why in skipped.items():
                 self.console.warn(f"{folder} is passed over: {why}")
@@ -170,8 +176,7 @@ class Run:
             )  # fmt: skip
         for note in states.check_resumable(saved.meta["recipe"], states.flat(self.recipe, self.plan.loaded.hashes)):
             self.console.line(f"note: {note}")
-        states.restore(self, saved)
-        return folder
+        return saved
 
     def next_group(self) -> list[MicroBatch]:
         """The micro-batches of the coming step; the time that takes is logged."""

@@ -10,10 +10,12 @@ from swiftlite.dist.strategies import NONE
 from swiftlite.dist.world import leave, pick_device
 from swiftlite.export import report
 from swiftlite.export.folder import check_target
+from swiftlite.export.onto import refuse
 from swiftlite.export.run import check as check_export
 from swiftlite.export.run import export_all
 from swiftlite.export.trained import Trained
 from swiftlite.models import adapters
+from swiftlite.models.adapter_files import initial_state
 from swiftlite.models.build import Precision, build, groups
 from swiftlite.models.families.lookup import attention_for, family_for
 from swiftlite.models.sources import resolve_model
@@ -47,6 +49,7 @@ def train(loaded: Loaded, console: Console) -> Path:
     plan.refuse_second_run()
     recipe = plan.recipe
     assert recipe.export.formats is not None
+    refuse(recipe.export.onto, recipe.quantize is not None, plan.files)
     for name in recipe.export.formats:
         check_target(plan.output / name, recipe.export.overwrite, plan.files.folder)
     # Rows that were dropped or cut are told here too; all of them stand in data_report.json.
@@ -65,9 +68,10 @@ def train(loaded: Loaded, console: Console) -> Path:
                 console.line(f"note: {note}")
         check_export(run.trained(), recipe.export.formats, recipe.export, plan.output)
         weights = sum(p.numel() * p.element_size() for p in run.masters.values())
-        state = sum(p.numel() * state_bytes(recipe.train, p.dtype) for p in run.masters.values())
-        # Adapters lie in a checkpoint in both their forms.
-        run.begin(weights * (2 if run.built.peft else 1) + (0 if recipe.checkpoint.save_only_model else state))
+        state = state_bytes(recipe.train, run.masters.values())
+        # Adapters lie in a checkpoint in both their forms, and what was split off the base in each as it is and as it started.
+        forms = (4 if initial_state(run.root) else 2) if run.built.peft else 1
+        run.begin(weights * forms + (0 if recipe.checkpoint.save_only_model else state))
         if run.world.is_main:
             console.log_to(plan.output / "train.log")
         with run.stop:
@@ -119,10 +123,12 @@ def export(loaded: Loaded, folder: Path, output: Path, console: Console) -> None
     state, recipe = checkpoint.Saved(saved), loaded.recipe.model_copy(update={"data": rows_apart})
     device = pick_device(recipe.train.device)
     precision = Precision.of(recipe.train.precision, device)
-    files = resolve_model(recipe.model)
+    files = resolve_model(recipe.model, to_train=True)
     tokenizer = load_tokenizer(files, recipe.model)
     try:
-        built, _ = build(files, recipe, tokenizer, precision=precision, strategy=NONE, device=device, checkpointing="none")
+        built, _ = build(
+            files, recipe, tokenizer, precision=precision, strategy=NONE, device=device, checkpointing="none", saved=state
+        )
         states.load_trainable({n: p for n, p in built.root.named_parameters() if p.requires_grad}, state)
         console.line(f"exporting {saved}")
         trained = trained_of(built, files, tokenizer, recipe, precision, state.meta["export"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from swiftlite.data.streaming import Stream
 from swiftlite.dist.checkpoint import Saved, State
 from swiftlite.dist.tensors import local
+from swiftlite.models.adapter_files import initial_state
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import LoraSection, Recipe
 from swiftlite.recipe.writing import public
@@ -121,7 +122,7 @@ def load_trainable(wanted: Mapping[str, Tensor], saved: Saved) -> None:
 def capture(run: Any) -> State:
     """The state of a run after `run.step` steps."""
     rng_tensors, rng_meta = rng_state(run.world.rank)
-    tensors: dict[str, Mapping[str, Tensor]] = {"trainable": run.masters}
+    tensors: dict[str, Mapping[str, Tensor]] = {"trainable": run.masters, "initial": initial_state(run.root)}
     if not run.recipe.checkpoint.save_only_model:
         tensors |= {"optimizer": state_tensors(run.masters, run.optimizer), "rng": rng_tensors}
     meta = {

@@ -67,11 +67,11 @@ def section(name, **keys):
     return ModelSection(name=str(name), **keys)
 
 
-def fails(name, *words, **keys):
+def fails(name, *words, to_train=False, **keys):
     """The error of resolving `name`, which has all words and comes within ten seconds."""
     start = time.monotonic()
     with pytest.raises(ModelError) as caught:
-        resolve_model(section(name, **keys))
+        resolve_model(section(name, **keys), to_train=to_train)
     assert time.monotonic() - start < 10
     for word in words:
         assert word in str(caught.value)
@@ -141,6 +141,14 @@ def test_code_of_a_repository_comes_only_with_the_key_and_is_refused_before_the_
     assert not any("model.safetensors" in a or "modeling_own.py" in a for a in stub.asked if "resolve" in a)
     got = resolve_model(section("o/code", trust_remote_code=True))
     assert got.remote_code and (got.folder / "modeling_own.py").exists()
+
+
+def test_a_quantised_model_is_refused_for_training_before_its_weights(stub, content):
+    config = json.loads(content["config.json"]) | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    stub.repos["o/awq"] = {**content, "config.json": json.dumps(config).encode()}
+    fails("o/awq", "AWQ", "not trained on", "Name the unquantised model", to_train=True)
+    assert not any("model.safetensors" in a for a in stub.asked if "resolve" in a)
+    assert resolve_model(section("o/awq")).weights  # to be used, with its own library
 
 
 def test_download_brings_the_cache_up_to_date(stub):

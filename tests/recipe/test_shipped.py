@@ -6,7 +6,10 @@ import pytest
 
 from swiftlite.recipe.load import load_recipe, shipped
 
-NAMES = ["gemma3-4b-lora", "llama3-8b-full", "llama3-8b-lora", "quickstart", "qwen3-8b-lora", "smollm2-135m-full"]
+NAMES = [
+    *("gemma3-4b-lora", "llama3-70b-qlora", "llama3-8b-full", "llama3-8b-lora", "llama3-8b-qlora"),
+    *("quickstart", "qwen3-8b-lora", "smollm2-135m-full"),
+]
 
 
 def test_names():
@@ -21,5 +24,6 @@ def test_recipe_is_whole(name):
     assert Path(str(loaded.path)).stem == name and recipe.output == f"runs/{name}"
     assert recipe.data.train and recipe.data.eval and recipe.export.formats
     assert loaded.method == ("full" if name.endswith("full") else "lora")
+    assert (recipe.quantize is not None) == name.endswith("qlora")
     summary = shipped()[name]
     assert summary.endswith(".") and 20 < len(summary) <= 130

@@ -78,7 +78,7 @@ def test_every_mistyped_key_is_found_again(refuse, path):
         ("train: {full_determinism: 'true'}", "expected true or false, got 'true'. Remove the quotes."),
         ("train: {precision: bf61}", "got 'bf61'. Did you mean 'bf16'?"),
         ("train: {precision: true}", "expected one of auto, bf16, bf16_pure, fp16, fp32, got 'true'."),
-        ("train: {optimizer: on}", "train.optimizer: (our train.optim) expected one of adamw, sgd, got 'on'."),
+        ("train: {optimizer: on}", "train.optimizer: (our train.optim) expected one of adamw, adamw_8bit, sgd, got 'on'."),
         ("output: true", "output: expected text, got 'true'. Quote it if it is a name."),
         ("log: {report_to: {a: 1}}", "log.report_to: expected a list of texts, got a section."),
         ("train: 5", "train: expected a section, got '5'. Write its keys below it; `swiftlite explain train` lists them."),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from swiftlite.dist.strategies import DDP, FSDP, Strategy
+from swiftlite.dist.strategies import DDP, FSDP, ZERO2, Strategy
 from swiftlite.dist.world import leave
 from swiftlite.models.build import Precision, skeleton
 from swiftlite.recipe.errors import RecipeError
@@ -64,6 +64,7 @@ def start(path, **given) -> tuple[MemoryPlan, Run]:
         {"lora": {**LORA, "modules_to_save": ["lm_head"]}},
         {"train": {"trainable": ["*layers.1.*"]}},
         {"train": {"optim": "sgd"}},
+        {"train": {"optim": "adamw_8bit"}},
         {"train": {"precision": "bf16_pure"}},
         {"lora": LORA, "train": {"precision": "bf16"}},
     ],
@@ -119,8 +120,9 @@ def test_adapted_experts_keep_a_changed_copy_of_their_weights(tmp_path):
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_every_optimizer_says_what_it_holds(tmp_path, optim):
     memory, run = start(tmp_path, lora=LORA, train={"optim": optim})
-    numbers = {"adamw": 2, "sgd": 0}[optim]
-    assert memory.optimizer == numbers * 4 * sum(p.numel() for p in run.masters.values())
+    # Rows of A are blocks of 8-bit codes with a scale each; rows of B, four wide, stay as they are.
+    eight = sum(2 * len(p) * (p.shape[1] + 4) if "lora_A" in n else 8 * p.numel() for n, p in run.masters.items())
+    assert memory.optimizer == {"adamw": 8 * sum(p.numel() for p in run.masters.values()), "adamw_8bit": eight, "sgd": 0}[optim]
 
 
 def llama_8b(path, rows: int, tokens: int, checkpointing: str, lora: bool = True, strategy: Strategy = FSDP, **how) -> MemoryPlan:
@@ -129,12 +131,15 @@ def llama_8b(path, rows: int, tokens: int, checkpointing: str, lora: bool = True
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     }  # fmt: skip
-    loaded = recipe(path, model={"config_overrides": config}, strategy="fsdp", **({"lora": {"rank": 16}} if lora else {}))
+    sections = {"lora": {"rank": 16}} if lora else {"strategy": {"name": "fsdp", "offload": how.get("offload", "none")}}
+    sections |= {"quantize": how.pop("quantize")} if "quantize" in how else {}
+    train = {"activation_offload": how.pop("activation_offload", False), "gradient_checkpointing": checkpointing}
+    loaded = recipe(path, model={"config_overrides": config}, train=train, **sections)
     plan = make_plan(loaded, need_weights=False)
     bf16 = Precision("bf16", torch.bfloat16, torch.float32)
     built = skeleton(plan.files, plan.recipe, plan.tokenizer, bf16, plan.device)
     return reckon(
-        built, TrainSection(), rows, tokens, precision=bf16, strategy=strategy, checkpointing=checkpointing,
+        built, plan.recipe.train, rows, tokens, precision=bf16, strategy=strategy, checkpointing=checkpointing,
         device=plan.device, **how,
     )  # fmt: skip
 
@@ -153,6 +158,7 @@ def test_the_8b_recipe_on_a_gpu(tmp_path):
 
 COMPILED = {"compiled": True}
 TWO = {**COMPILED, "size": 2, "shards": 2}
+NF4 = {"method": "nf4", "double_quant": True}
 
 
 @pytest.mark.parametrize(
@@ -160,10 +166,15 @@ TWO = {**COMPILED, "size": 2, "shards": 2}
     [
         (25.4, 4, "full", COMPILED),
         (50.7, 2, "none", COMPILED),
-        (66.0, 4, "selective", COMPILED),
+        (46.6, 4, "selective", COMPILED),
         (19.5, 4, "full", TWO),
         (25.5, 4, "full", {**TWO, "shards": 1, "strategy": DDP}),
         (65.3, 4, "full", {**TWO, "lora": False}),
+        (69.0, 4, "full", {**TWO, "lora": False, "strategy": ZERO2}),
+        (18.4, 4, "full", {**TWO, "lora": False, "offload": "optimizer"}),
+        (11.35, 4, "full", {**COMPILED, "quantize": NF4}),
+        (7.51, 4, "full", {**COMPILED, "quantize": NF4, "activation_offload": True}),
+        (18.3, 4, "full", {**COMPILED, "quantize": {"method": "fp8"}}),
     ],
     ids=str,
 )
@@ -173,8 +184,8 @@ def test_what_an_h200_took_is_within_a_tenth(tmp_path, peak, rows, checkpointing
 
 def test_full_tuning_of_8b_does_not_fit_whole_on_each_gpu(tmp_path):
     plan = llama_8b(tmp_path, 4, 4096, "full", lora=False, strategy=DDP, **{**TWO, "shards": 1})
-    with pytest.raises(RecipeError, match=r"a step needs about 1[345]\d\.\d GiB on each GPU, which has 139\.8"):
-        replace(plan, device="cuda", there=round(139.8 * GIB)).refuse()
+    with pytest.raises(RecipeError, match=r"a step needs about 12\d\.\d GiB on each GPU, which has 79\.1"):
+        replace(plan, device="cuda", there=round(79.1 * GIB)).refuse()
 
 
 def test_a_device_that_is_too_small_is_warned_about():

@@ -48,7 +48,7 @@ def test_J02_words_stay_words(check):
     code, _, err = check("train: {optimizer: on}\n")
     assert code == 2
     assert "train.optimizer" in err
-    assert "one of adamw, sgd" in err
+    assert "one of adamw, adamw_8bit, sgd" in err
 
 
 def test_J04_the_command_line_beats_the_file(check):
