@@ -33,7 +33,7 @@ def draw(root: Any, tensors: Any, mapping: Any, device: torch.device, where: obj
 
     for base, inlet in view.inlets.items():
         model = inlet.placeholder(base.rpartition(".")[2])
-        setattr(inlet, base.rpartition(".")[2], part_of(normal(base, model.shape, model.dtype), model).to(device))
+        setattr(inlet, base.rpartition(".")[2], part_of(normal(base, model.shape, model.dtype), model))
     for _, stored in stored_weights(root):
         stored.finish()
     for base, name in view.names.items():

@@ -58,7 +58,11 @@ CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     "fsdp-fp8-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "quantize=fp8", "strategy=fsdp"]),
     "70b-nf4-ckpt": ("llama3-70b", "full", 1, 1, [*LORA, *CKPT, *NF4, "strategy=fsdp"]),
     "70b-nf4-offload": (
-        "llama3-70b", "half", 1, 1, [*LORA, *CKPT, *NF4, "strategy=fsdp", "strategy.offload=params", "data.max_length=2048"],
+        "llama3-70b",
+        "half",
+        1,
+        1,
+        [*LORA, *CKPT, *NF4, "strategy=fsdp", "strategy.offload=params", "data.max_length=2048"],
     ),
     "14b-full-ckpt": ("qwen3-14b", "full", 1, 1, [*FULL, *CKPT, "strategy=fsdp"]),
 }

@@ -6,8 +6,8 @@
 SmolLM2-135M-Instruct learns to answer in JSON. Each case is a run of its own, of recipes/quickstart.yaml for three epochs in bf16
 and with the keys given; one that is there already is not trained again. Exact match is of greedy answers to 192 rows about other
 people, things and times than the training rows: the 32 of the quickstart and 160 more by its generator, since one of 32 is 0.03
-by itself. It is asked of the merged export, and of the adapter on the weights of the model's files. Exit code 1: a packed base
-is more than 0.03 behind.
+by itself. It is asked of the merged export, and of the adapter on the weights of the model's files (`export.onto: original`).
+Exit code 1: the merged export of a packed base, as `export.onto: auto` chose it, is more than 0.03 behind that of the first case.
 """
 
 import argparse
@@ -124,6 +124,15 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def falls_behind(result: dict[str, Any], plain: dict[str, Any]) -> str:
+    """A sentence where the merged export of a case is further behind than allowed."""
+    gaps = [plain[way] - result[way] for way in ("exact_match", "exact_match_adapter_on_files")]
+    if gaps[0] <= ALLOWED:
+        return ""
+    names = [TITLES[r["case"]] for r in (result, plain)]
+    return f"{names[0]} is {gaps[0]:.3f} behind {names[1]} merged (allowed: {ALLOWED}), and {gaps[1]:.3f} on the files' weights."
+
+
 def draw(results: list[dict[str, Any]], file: Path) -> None:
     """The loss of every step, and below it how far the packed bases are from the one that is not."""
     import matplotlib
@@ -138,7 +147,8 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     plain = next((r["losses"] for r in results if r["case"] == "bf16"), None)
     for r in results:
         steps, style = range(1, len(r["losses"]) + 1), {"color": COLOURS[r["case"]], "linewidth": 1.4}
-        above.plot(steps, r["losses"], label=f"{TITLES[r['case']]}: exact match {r['exact_match']:.2f}", **style)
+        exact = f"{r['exact_match']:.2f} merged, {r['exact_match_adapter_on_files']:.2f} on the files' weights"
+        above.plot(steps, r["losses"], label=f"{TITLES[r['case']]}: exact match {exact}", **style)
         if plain and r["case"] != "bf16":
             below.plot(steps, [a - b for a, b in zip(r["losses"], plain, strict=True)], **style)
     above.set(yscale="log", ylabel="loss of the step", title="SmolLM2-135M-Instruct, the quickstart's task, LoRA r=16")
@@ -149,6 +159,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+    below.set_yticks([-0.1, -0.03, 0, 0.03, 0.1, 0.3], labels=["-0.1", "-0.03", "0", "0.03", "0.1", "0.3"])
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
@@ -167,10 +178,8 @@ def main() -> int:
     print(table(results))
     if given.picture:
         draw(results, given.picture)
-    exact = {r["case"]: r["exact_match"] for r in results}
-    behind = [case for case, score in exact.items() if score < exact.get("bf16", score) - ALLOWED]
-    for case in behind:
-        print(f"{TITLES[case]} is {exact['bf16'] - exact[case]:.3f} behind bf16 in exact match; {ALLOWED} is allowed.")
+    behind = [line for r in results if (line := falls_behind(r, results[0]))]
+    print("\n".join(behind))
     return 1 if behind else 0
 
 

@@ -15,8 +15,7 @@ REPO = Path(__file__).resolve().parents[1]
 TRAIN, OWN = ((REPO / f"examples/quickstart/{name}.jsonl").read_text("utf-8") for name in ("train", "eval"))
 
 
-# In fp32, as the quickstart runs on a CPU: 0.88 for nf4, 0.94 for fp8 and for the base as it is. Three epochs close the gap;
-# benchmarks/RESULTS.md has the whole comparison.
+# An epoch in fp32, as the quickstart runs on a CPU: 0.88 with nf4, 0.94 with fp8 and without; more in benchmarks/RESULTS.md.
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("method", "at_least"), [("nf4", 0.75), ("fp8", 0.84)])
@@ -55,14 +54,15 @@ def result(case: str, exact: float, **given: object) -> dict:
 
 def test_a_case_that_falls_behind_fails(tmp_path, monkeypatch, capsys):
     scores = {"bf16": 0.95, "nf4": 0.93, "nf4-double": 0.92, "fp8": 0.96}
-    monkeypatch.setattr(lowbit, "run", lambda case, *_: result(case, scores[case]))
+    on_files = dict.fromkeys(scores, 0.94)
+    monkeypatch.setattr(lowbit, "run", lambda case, *_: result(case, scores[case], exact_match_adapter_on_files=on_files[case]))
     monkeypatch.setattr(sys, "argv", ["lowbit.py", str(tmp_path)])
     assert lowbit.main() == 0
     shown = capsys.readouterr().out
-    assert shown.count("\n| ") == 4 and "| NF4 | 3.00, 0.0200 | 0.930 | 0.930 | 0.930 | 0.5, 0.1, 90.0% |" in shown
+    assert shown.count("\n| ") == 4 and "| NF4 | 3.00, 0.0200 | 0.930 | 0.930 | 0.940 | 0.5, 0.1, 90.0% |" in shown
     scores["nf4"] = 0.91
-    assert lowbit.main() == 1
-    assert "NF4 is 0.040 behind bf16" in capsys.readouterr().out
+    assert lowbit.main() == 1  # however good the adapter is on the files' weights: they are not what is merged onto
+    assert "NF4 is 0.040 behind bf16 merged (allowed: 0.03), and 0.000 on the files' weights." in capsys.readouterr().out
 
 
 def test_results_are_kept_for_the_same_keys_only(tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
 """What an adapter that was trained on packed weights is merged onto: the values that it was trained on, or the weights of the
 model's files."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +19,7 @@ from swiftlite.models import weights
 from swiftlite.models.adapter_files import save_adapter
 from swiftlite.models.files import ModelFiles, open_weights
 from swiftlite.models.names import base_name
-from swiftlite.models.packed import packed_weights, stored_weights
+from swiftlite.models.packed import packed_weights
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.schema import ExportSection
 
@@ -39,20 +38,6 @@ def method_of(model: nn.Module) -> str | None:
     """How the weights of a model are packed, nf4 or fp8; None where they are not."""
     found = {weight.method.removesuffix("_stored") for weight in packed_weights(model).values()}
     return next(iter(found), None)
-
-
-@contextmanager
-def without_float8(model: nn.Module) -> Iterator[bool]:
-    """Inside, float8 layers compute in the compute type: their products round activations too, which is in no weight. Gives
-    whether there are any."""
-    float8 = [stored for _, stored in stored_weights(model) if stored.method == "fp8"]
-    for stored in float8:
-        stored.method = "fp8_stored"
-    try:
-        yield bool(float8)
-    finally:
-        for stored in float8:
-            stored.method = "fp8"
 
 
 def settle(

@@ -11,12 +11,13 @@ from torch import Tensor
 from swiftlite.dist.world import is_main
 from swiftlite.export import report
 from swiftlite.export.folder import check_target, staged
-from swiftlite.export.onto import settle, without_float8
+from swiftlite.export.onto import settle
 from swiftlite.export.ranks import on_first_rank
 from swiftlite.export.reload import logits_of
 from swiftlite.export.tensors import pieces
 from swiftlite.export.trained import Exporter, Trained
 from swiftlite.export.verify import compare, prompt_rows, tolerance
+from swiftlite.models.fp8_gap import without_float8
 from swiftlite.recipe import tables
 from swiftlite.recipe.errors import ModelError
 from swiftlite.recipe.schema import ExportSection

@@ -15,7 +15,6 @@ from transformers.utils import logging as hf_logging
 from swiftlite.dist.checkpoint import Saved
 from swiftlite.models.adapter_files import slots
 from swiftlite.models.adapters import inject, load_adapter_weights
-from swiftlite.models.bnb4bit import Unpacked
 from swiftlite.models.build import DTYPES
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.files import ModelFiles, open_weights
@@ -37,7 +36,7 @@ def pick_dtype(wanted: str, device: torch.device, config: Any) -> torch.dtype:
 
 
 def load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torch.dtype, notes: list[str]) -> Any:
-    """The model by transformers' own loader; no weight may be missing. What is packed by 4 bits becomes plain, as it was trained on.
+    """The model by transformers' own loader; no weight may be missing. 4-bit weights of bitsandbytes become plain.
 
     Raises:
         ModelError: it cannot be loaded, or a weight is missing.
@@ -46,13 +45,13 @@ def load_plain(files: ModelFiles, config: Any, device: torch.device, dtype: torc
     kwargs: dict[str, Any] = {"local_files_only": True, "trust_remote_code": files.remote_code, "output_loading_info": True}
     # flex_attention compiles anew for every length, and an answer has all of them.
     kwargs |= {"dtype": dtype, "attn_implementation": "eager" if attention == "flex_attention" else attention}
-    kind, source, tensors = auto_class(config), files.folder, open_weights(files)
-    if isinstance(tensors, Unpacked) and reads_packed(files):
+    kind, source, tensors = auto_class(config), files.folder, open_weights(files) if reads_packed(files) else {}
+    if tensors:
         vars(config).pop("quantization_config", None)
         with torch.device("meta"):
             kind, source = type(kind.from_config(config, trust_remote_code=files.remote_code)), None
         kwargs["state_dict"] = dict(tensors)
-        notes.append(f"{len(tensors.packed)} weights of 4 bits are dequantised")
+        notes.append("the 4-bit weights of the model's files are dequantised")
     if device.type != "cpu":
         kwargs["device_map"] = "auto" if device.type == "cuda" and not _fits(files, tensors, dtype) else {"": device}
     try:
@@ -78,9 +77,9 @@ def reads_packed(files: ModelFiles) -> bool:
 
 
 def _fits(files: ModelFiles, tensors: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether the model and a cache fit the first GPU, judged by the size of its files at 2 bytes a weight."""
+    """Whether the model and a cache fit the first GPU, judged by the size of its files at 2 bytes a weight, or of `tensors`."""
     size = sum(path.stat().st_size for path in files.weights) * max(1, dtype.itemsize / 2)
-    if isinstance(tensors, Unpacked) and reads_packed(files):
+    if tensors:
         size = sum(prod(tensor.get_shape()) for tensor in tensors.values()) * dtype.itemsize
     free: int = torch.cuda.mem_get_info(0)[0]
     return 1.15 * size < free

@@ -1,8 +1,8 @@
-"""Four-bit files of bitsandbytes, read without it: a packed weight looks like a plain one, and gives its bytes where they are wanted.
+"""4-bit files of bitsandbytes, read without it: a packed weight looks like a plain one, and gives its bytes where asked.
 
-A weight X of n values is X (two in a byte, the first in the high half; perhaps seen as another type), X.absmax (fp32, one for 64 in
-their order), X.quant_map and X.quant_state.bitsandbytes__nf4 (JSON as bytes). With double quantisation absmax holds codes of one byte,
-X.nested_absmax one scale for 256 of them, X.nested_quant_map what they stand for, and the JSON the mean that was taken off.
+A weight X of n values is X (two in a byte, the first in the high half; perhaps seen as another type), X.absmax (fp32, one for 64
+in their order), X.quant_map and X.quant_state.bitsandbytes__nf4 (JSON as bytes). With double quantisation absmax holds codes of
+one byte, X.nested_absmax one scale for 256 of them, X.nested_quant_map what they stand for, and the JSON the mean taken off.
 """
 
 import json
@@ -19,6 +19,7 @@ from swiftlite.models.prequantised import NAME_PLAIN, SERVED
 from swiftlite.recipe.errors import ModelError
 
 _STATE = ".quant_state.bitsandbytes__"
+_SIZES = {"U8": 1, "BF16": 2, "F16": 2}  # bytes of what packed values are seen as; else 4
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
@@ -50,6 +51,8 @@ class _Rows:
 class PackedSlice(_Rows):
     """A packed weight of the files: fp32 values of the rows that it is indexed with.
 
+    bitsandbytes itself would round them to the type of before packing.
+
     Attributes:
         name: of the weight.
         shape: as it was before packing.
@@ -68,8 +71,9 @@ class PackedSlice(_Rows):
             self.shape, self._kind = tuple(about["shape"]), str(about.get("dtype"))
             offset = float(about["nested_offset"]) if self.double else 0.0
             self._require(about)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ModelError(f"{state} cannot be read: {error!r}", fix="Fetch the model's files again.") from error
+        self._require_sizes()
         self._row = prod(self.shape[1:])
         self.whole_only = self._row % nf4.BLOCK != 0  # blocks that run from one row into the next
         nested = self._part("nested_absmax") if self.double else None
@@ -81,8 +85,21 @@ class PackedSlice(_Rows):
             how = f"{kind} in blocks of {block}" + (f", double quantisation in blocks of {nested}" if self.double else "")
             raise ModelError(f"{self.name} is packed as {how}. {SERVED}", fix=NAME_PLAIN)
         for kind in ("quant_map", *(["nested_quant_map"] if self.double else [])):
-            if not torch.equal(self._part(kind), _map(kind)):
+            # Other versions of torch computed the last digit of some differently.
+            if not torch.allclose(self._part(kind), _map(kind), rtol=1e-5, atol=0):
                 raise ModelError(f"{self.name}.{kind} is not bitsandbytes' own. {SERVED}", fix=NAME_PLAIN)
+
+    def _require_sizes(self) -> None:
+        count = prod(self.shape)
+        scales = -(-count // nf4.BLOCK)
+        wanted = {self.name: -(-count // 2), f"{self.name}.absmax": scales}
+        wanted |= {f"{self.name}.nested_absmax": -(-scales // nf4.NESTED)} if self.double else {}
+        for name, size in wanted.items():
+            source = self._tensors[name]
+            found = prod(source.get_shape()) * (_SIZES.get(source.get_dtype(), 4) if name == self.name else 1)
+            if found != size:
+                what = f"{name} holds {found} values or bytes, and {size} belong to a weight of shape {list(self.shape)}"
+                raise ModelError(what, fix="Fetch the model's files again.")
 
     def _part(self, kind: str) -> Tensor:
         part: Tensor = self._tensors[f"{self.name}.{kind}"][...]
@@ -94,10 +111,10 @@ class PackedSlice(_Rows):
 
     def packed(self, start: int, stop: int) -> Tensor:
         """Packed values of a range of rows, uint8 [n / 2]."""
-        source, size = self._tensors[self.name], {"U8": 1, "BF16": 2, "F16": 2}
+        source = self._tensors[self.name]
         if self.whole_only or len(source.get_shape()) != 2 or source.get_shape()[1] != 1:
             return source[...].reshape(-1).view(torch.uint8)[start * self._row // 2 : -(-stop * self._row // 2)]
-        each = self._row // 2 // size.get(source.get_dtype(), 4)
+        each = self._row // 2 // _SIZES.get(source.get_dtype(), 4)
         part: Tensor = source[start * each : stop * each]
         return part.reshape(-1).view(torch.uint8)
 

@@ -15,17 +15,20 @@ from swiftlite.dist.checkpoint import Saved
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import World, join
-from swiftlite.models import adapters, decompose, fp8, given, head, isolation, lora, packed, varlen, weights
+from swiftlite.models import adapters, decompose, fp8, fp8_gap, given, head, isolation, lora, packed, varlen, weights
 from swiftlite.models.balance import Balance, balance_of
 from swiftlite.models.blocks import wrap_blocks
+from swiftlite.models.choice import Choice, choose
 from swiftlite.models.families.family import Family, class_name, count, name_of
 from swiftlite.models.families.lookup import attention_for, auto_class, family_for
 from swiftlite.models.neftune import add_noise
 from swiftlite.models.sources import ModelFiles, open_weights
 from swiftlite.models.tokenizer import init_new_rows, new_rows
 from swiftlite.recipe.errors import ModelError
-from swiftlite.recipe.schema import Recipe
+from swiftlite.recipe.schema import QuantizeSection, Recipe
 
+# Methods of the root that run the model: all that FSDP2 gathers weights for.
+METHODS = head.METHODS + isolation.METHODS + fp8_gap.METHODS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -96,6 +99,18 @@ def joined_by(recipe: Recipe) -> str | None:
     return "data.packing" if recipe.data.packing else "data.padding_free" if recipe.data.padding_free else None
 
 
+def _packing(root: Any, files: ModelFiles, recipe: Recipe, family: Family) -> list[tuple[Choice, QuantizeSection]]:
+    """What of a bare model is packed, and how."""
+    if recipe.quantize is None:
+        return []
+    held = given.held(root, files, weights.conversions(root))
+    in_full = recipe.lora.modules_to_save if recipe.lora else []
+    chosen = (held.choose if held else choose)(root, recipe.quantize, family, in_full)
+    # Scales of experts come from several tensors of packed files, which can only be joined in fp32.
+    single = recipe.quantize.model_copy(update={"double_quant": False}) if held else recipe.quantize
+    return [(replace(chosen, experts=[]), recipe.quantize), (replace(chosen, linears=[], notes=[]), single)]
+
+
 def skeleton(
     files: ModelFiles, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: torch.device
 ) -> Built:
@@ -129,22 +144,16 @@ def skeleton(
     balance = balance_of(root, recipe.train.router_aux_loss_coef)
     built = Built(root, family, blocks, None, grown, base_dtype, balance, notes)
     # What is packed is chosen while layers still have their own names, and replaced inside the adapters.
-    in_full = recipe.lora.modules_to_save if recipe.lora else []
-    held = given.held(root, files, weights.conversions(root)) if recipe.quantize else None
-    chooser = held.choose if held else packed.choose
-    choice = chooser(root, recipe.quantize, family, in_full) if recipe.quantize else None
+    packing = _packing(root, files, recipe, family)
     # 2. Adapters come before sharding: afterwards they would stay plain tensors, and never be reduced.
     if recipe.lora is not None:
         built.peft, extra = adapters.attach(root, recipe, family, files, tokenizer)
         built.notes += extra
     else:
         adapters.select_trainable(root, recipe.train.trainable, family)
-    if recipe.quantize and choice:
-        # Scales of experts come from several tensors of the files, which can only be joined in fp32.
-        single = recipe.quantize.model_copy(update={"double_quant": False}) if held else recipe.quantize
-        packed.swap(root, replace(choice, experts=[]), recipe.quantize, fp8.native(device))
-        packed.swap(root, replace(choice, linears=[]), single, False)
-        built.notes += choice.notes
+    for part, how in packing:
+        packed.swap(root, part, how, fp8.native(device))
+        built.notes += part.notes
     lora.cast_in_layers(root)
     # 3. Trainable weights are kept in fp32, so that small updates are not rounded away; the sharding policy casts them.
     # With an offloaded optimizer the masters of the base's own weights are in host memory, made from the base's values.
@@ -245,6 +254,7 @@ def build(
     # 4. The loss becomes a method of the root, and key conversions are looked up by class name: sharding renames the class.
     head.attach(root, head.Added(recipe.train.label_smoothing_factor, built.balance), compiled)
     isolation.attach(root)
+    fp8_gap.attach(root)
     varlen.attach(root)
     if recipe.train.neftune_noise_alpha:
         add_noise(root, recipe.train.neftune_noise_alpha)
@@ -257,7 +267,7 @@ def build(
     if wrap:
         how = sharding.Sharding(precision.compute, DTYPES[spread.reduce_dtype], spread.offload == "params", spread.prefetch)
         own = alone(built)
-        sharding.shard(root, built.blocks, strategy, world, how, alone=own, forward_methods=head.METHODS + isolation.METHODS)
+        sharding.shard(root, built.blocks, strategy, world, how, alone=own, forward_methods=METHODS)
     # Offloaded weights wait in host memory and are fetched to the device by FSDP2; what it does not know of lives there always.
     home = torch.device("cpu") if wrap and how.offload else device
     # 6. Weights go straight into the shards; adapters after them, since DoRA's magnitudes are made from weights.

@@ -5,6 +5,8 @@ gradient before that is rounded to float8 itself. Activations and gradients are 
 on what else is in the batch, so a batch may be split in any way. Names: N tokens, R rows (outputs) and C columns (inputs).
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +25,29 @@ def native(device: torch.device) -> bool:
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., C] in float8, and the fp32 scales [..., 1] of its rows: x is about their product."""
-    scale = x.detach().abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
+    x = x.detach()
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
     return (x.float() / scale).to(E4M3), scale
+
+
+def _for_back(grad: Tensor, scale: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `product_back` multiplies: the gradient [N, R] in float8 with the weight's scales in it, its own scales [N, 1], and the
+    weight turned over, [C, R]. The GPU multiplies along rows of both sides only; bytes are turned, as not every kernel moves
+    float8."""
+    return *round_rows(grad.float() * scale.mT), packed.mT.contiguous()
+
+
+def _in_one_pass(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """A function of small steps on a GPU as one kernel, also where the layer around it is not compiled: step by step it would
+    take longer than float8 saves."""
+    # While a layer is being compiled, tensors of its backward pass are stand-ins of other classes.
+    traced = torch.compiler.is_compiling() or type(tensors[0]) is not Tensor
+    return _compiled(function)(*tensors) if tensors[0].is_cuda and not traced else function(*tensors)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def carriers(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -53,7 +76,7 @@ def _mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dty
 def product(x: Tensor, tensors: list[Tensor]) -> Tensor:
     """x [N, C] times the transposed weight [R, C]: [N, R], in the type of x. Layers that share an input share its rounding, where
     compiled."""
-    y: Tensor = _product(x, *round_rows(x), *tensors)
+    y: Tensor = _product(x, *_in_one_pass(round_rows, x), *tensors)
     return y
 
 
@@ -83,7 +106,6 @@ _product.register_autograd(_back, setup_context=_keep)
 def product_back(grad: Tensor, tensors: list[Tensor]) -> Tensor:
     """grad [N, R] times the weight [R, C]: [N, C], in the type of grad."""
     packed, scale = _read(tensors)
-    rounded, scale_g = round_rows(grad.float() * scale.mT)
-    # The GPU multiplies along rows of both sides only. Bytes are turned over: not every kernel moves float8.
-    turned = packed.mT.contiguous().view(E4M3)
-    return _mm(rounded, turned, scale_g, torch.ones_like(turned[:, :1], dtype=torch.float32), grad.dtype)
+    rounded, scale_g, turned = _in_one_pass(_for_back, grad, scale, packed)
+    ones = torch.ones_like(turned[:, :1], dtype=torch.float32)
+    return _mm(rounded, turned.view(E4M3), scale_g, ones, grad.dtype)

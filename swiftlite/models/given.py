@@ -16,9 +16,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from swiftlite.dist.tensors import local, with_local
 from swiftlite.models.bnb4bit import PackedSlice, RawSlice, Unpacked, row_bytes
+from swiftlite.models.choice import Choice, choose
 from swiftlite.models.families.family import Family
 from swiftlite.models.files import PICKLED, SAFETENSORS, ModelFiles, Weights, open_weights, read_json, weight_names
-from swiftlite.models.packed import Choice, Inlet, Stored, choose, inlets
+from swiftlite.models.packed import Inlet, Stored, inlets
 from swiftlite.models.placing import materialise
 from swiftlite.models.prequantised import NAME_PLAIN, quantization_config, section_of
 from swiftlite.recipe.errors import ModelError, RecipeError
@@ -38,7 +39,7 @@ class Held:
     known: frozenset[str] = frozenset()
 
     def choose(self, root: nn.Module, quantize: QuantizeSection, family: Family, in_full: Iterable[str]) -> Choice:
-        """What of `packed.choose` can be taken as it is; its notes say what else is packed, and so has to be dequantised.
+        """What of `choice.choose` can be taken as it is; its notes say what else is packed, and so has to be dequantised.
 
         Raises:
             ModelError: nothing can.

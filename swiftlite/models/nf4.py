@@ -72,11 +72,12 @@ def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [..., K] of a whole weight as codes uint8 [..., K], and fp32 [blocks + 1]: one absolute maximum for 256 scales in
     their order, and last the mean that was taken off.
 
-    The mean is summed in fp64 over blocks in this order, so that it does not depend on how the weight is spread over ranks.
+    The mean is summed in fp64 over blocks in this order and on the CPU, so that it depends neither on how the weight is spread
+    over ranks nor on the device.
     """
     flat = absmax.flatten()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % NESTED)).reshape(-1, NESTED)
-    offset = (blocks.double().sum(1).cpu().sum() / len(flat)).float().to(flat.device)
+    offset = (blocks.cpu().double().sum(1).sum() / len(flat)).float().to(flat.device)
     centred = torch.nn.functional.pad(flat - offset, (0, -len(flat) % NESTED)).reshape(-1, NESTED)
     nested = centred.abs().amax(1)
     table = _table("dynamic", flat.device)
@@ -132,8 +133,11 @@ def _launch(packed: Tensor, scales: list[Tensor], out: Tensor) -> None:
     first, second = (scales[0], scales[1].view(torch.float32)) if double else (scales[0].view(torch.float32), scales[0])
     kernel: Any = _kernel()
     with torch.cuda.device(packed.device):
+        # Without fused multiply-add the sums of double quantisation are rounded as on a CPU.
         last, grid = len(second) - 1 if double else 0, (-(-size // block),)
-        kernel[grid](packed, first, second, nf4, dynamic, out, size, per_row, first.shape[-1], last, double, block)
+        kernel[grid](
+            packed, first, second, nf4, dynamic, out, size, per_row, first.shape[-1], last, double, block, enable_fp_fusion=False
+        )
 
 
 @cache
@@ -161,5 +165,3 @@ def _kernel() -> Callable[..., Any]:
         tl.store(out + where, both.to(out.dtype.element_ty), mask=where < 2 * size)
 
     return unpack_nf4  # type: ignore[no-any-return]
-
-

@@ -5,9 +5,8 @@ so gathers packed bytes and casts nothing; nobody else may cast them. They are d
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from swiftlite.dist.tensors import copy_into, local, whole, with_local
 from swiftlite.models import fp8, nf4
-from swiftlite.models.experts import is_expert_linear
-from swiftlite.models.families.family import Family, inside
+from swiftlite.models.choice import Choice
 from swiftlite.models.names import base_name
 from swiftlite.models.placing import materialise
 from swiftlite.recipe.errors import RecipeError
@@ -238,61 +236,6 @@ def elements(owner: nn.Module, name: str, parameter: Tensor) -> int:
 def packed_weights(root: nn.Module) -> dict[str, PackedWeight]:
     """Every packed weight of a model by its Hugging Face name."""
     return {str(base_name(n)): PackedWeight(s.shape, s.method, s.unpacked) for n, s in stored_weights(root)}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What of a model is packed, chosen before adapters move it: linear layers, and modules with fused experts' weights."""
-
-    linears: list[nn.Module]
-    experts: list[tuple[nn.Module, list[str]]]
-    notes: list[str]
-
-
-def choose(model: Any, quantize: QuantizeSection, family: Family, in_full: Iterable[str] = ()) -> Choice:
-    """Linear layers of the decoder blocks and routed experts; never head, embeddings, routers, towers, or what a kernel reads.
-
-    Args:
-        model: the bare Hugging Face model, on meta.
-        in_full: modules that are trained in full.
-
-    Raises:
-        RecipeError: a name to skip matches nothing, or nothing is left to pack.
-    """
-    parts, modules = family.parts(model), dict(model.named_modules())
-    for entry in quantize.skip:
-        if not any(_named(n, [entry]) for n in modules) and "skip" in quantize.model_fields_set:
-            raise RecipeError(f"'{entry}' matches no module", where="quantize.skip")
-    blocked = [n for n in modules if n and _named(n, [*quantize.skip, *in_full])]
-    multiple = nf4.BLOCK if quantize.method == "nf4" else 4
-    linears, odd = [], []
-    for name, module in modules.items():
-        if type(module) is not nn.Linear or inside(name, blocked):
-            continue
-        if parts.role(name) == "linear" or is_expert_linear(parts, name):
-            (odd if module.in_features % multiple else linears).append((name, module))
-    experts: list[tuple[nn.Module, list[str]]] = []
-    for name, module in modules.items():
-        if not inside(name, parts.experts) or inside(name, blocked):
-            continue
-        fused = [(n, p) for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and len(p) == parts.expert_count]
-        odd += [(f"{name}.{n}", p) for n, p in fused if p.shape[-1] % multiple]
-        if found := [n for n, p in fused if not p.shape[-1] % multiple]:
-            experts.append((module, found))
-    if not linears and not experts:
-        fault = f"no weight of {type(model).__name__} can be packed"
-        fault += f": rows of {odd[0][0]} are no multiple of {multiple}" if odd else ""
-        raise RecipeError(fault, where="quantize", fix="Leave the key out.")
-    notes = []
-    if odd:
-        what = f"their rows are no multiple of {multiple}"
-        notes = [f"quantize: {len(odd)} weights stay as they are, such as {odd[0][0]}: {what}"]
-    return Choice([m for _, m in linears], experts, notes)
-
-
-def _named(name: str, entries: Iterable[str]) -> bool:
-    """Whether an entry names a module: its whole name, its last parts, or a pattern for the whole name."""
-    return any(name == e or name.endswith(f".{e}") or fnmatchcase(name, e) for e in entries)
 
 
 def swap(root: nn.Module, choice: Choice, quantize: QuantizeSection, native: bool) -> None:

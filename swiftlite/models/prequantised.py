@@ -36,8 +36,8 @@ KINDS = {
     "vptq": "VPTQ, codebooks of vectors",
 }
 _FIXES = {
-    "mxfp4": "Name a bf16 conversion of it, or make one with transformers: quantization_config=Mxfp4Config(dequantize=True), then "
-    "save_pretrained; `quantize: nf4` packs it while it is read.",
+    "mxfp4": "Name a bf16 conversion of it, or make one with transformers: quantization_config=Mxfp4Config(dequantize=True), "
+    "then save_pretrained; `quantize: nf4` packs it while it is read.",
 }
 # Files in which older checkpoints tell what their config.json does not.
 _OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

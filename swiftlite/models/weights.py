@@ -26,8 +26,8 @@ from swiftlite.recipe.errors import ModelError
 
 
 class _Home:
-    """Stands for a module, and puts what it is given where weights are to live: transformers' loader leaves what is sharded on the
-    device of the mesh, wherever it was asked to read it to."""
+    """Stands for a module, and puts what it is given where weights are to live: transformers' loader leaves what is sharded on
+    the device of the mesh, wherever it was asked to read it to."""
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
         self.__dict__.update(_module=module, _home=home)
@@ -77,6 +77,11 @@ class BaseView:
         module: nn.Module = self.modules.get(path) or self.root.get_submodule(path)
         return module
 
+    def get_parameter(self, path: str) -> Tensor:
+        # Conversions that split a tensor of the files ask for the sizes of its parts.
+        module, _, name = path.rpartition(".")
+        return getattr(self.get_submodule(module), name)  # type: ignore[no-any-return]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.root, name)
 
@@ -101,13 +106,14 @@ def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.de
     read, nested = as_given(tensors, view, mapping)
     with _one_by_one(bool(view.inlets)):
         info, _ = convert_and_load_state_dict_in_model(view, read, config)
+    tied: dict[str, str] = dict(getattr(root, "all_tied_weights_keys", None) or {})
+    _without_rows(view, info, tied.keys() | set(tied.values()), device)
     for name, stored in stored_weights(root):
         stored.finish()
         if (scales := nested.get(str(base_name(name)))) is not None:
             stored.put("nested", scales.view(torch.uint8), device)
     packed = packing_notes(root)
     root._weight_conversions = view.__dict__.get("_weight_conversions")
-    tied: dict[str, str] = dict(getattr(root, "all_tied_weights_keys", None) or {})
     _tie(view, tied, info.missing_keys)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
@@ -115,6 +121,15 @@ def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.de
     missing = sorted(
         k for k in info.missing_keys if k not in tied and k not in tied.values() and not any(p.search(k) for p in ignored)
     )
+    if info.conversion_errors:
+        name, said = sorted(info.conversion_errors.items())[0]
+        spread = any(isinstance(p, DTensor) and not p.requires_grad for p in root.parameters())
+        fix = (
+            "Where transformers splits a tensor of the files it cannot spread it over ranks: try strategy: ddp."
+            if spread
+            else None
+        )
+        raise ModelError(f"{name} cannot be made from the files: {said.strip().splitlines()[-1]}", where=where, fix=fix)
     if info.mismatched_keys:
         name, found, wanted = sorted(info.mismatched_keys)[0]
         raise ModelError(
@@ -135,6 +150,20 @@ def stream(root: Any, tensors: Mapping[str, Any], mapping: Any, device: torch.de
     if unused:
         packed.append(f"{len(unused)} tensors of the model's files have no place in {type(root).__name__}, such as {unused[0]}")
     return packed
+
+
+def _without_rows(view: BaseView, info: Any, tied: set[str], device: torch.device) -> None:
+    """Gives memory to weights of which this rank holds no row, and takes them out of what the loader says is missing: where it
+    joins tensors (experts, of which there may be fewer than ranks), it fails to make nothing of none."""
+    tensors = view.state_dict()
+    for name in sorted(info.missing_keys - tied):
+        model = tensors[name]
+        if isinstance(model, DTensor) and not local(model).numel():
+            path, _, attribute = name.rpartition(".")
+            part = torch.empty(local(model).shape, dtype=model.dtype, device=device)
+            setattr(view.get_submodule(path), attribute, nn.Parameter(with_local(part, model), requires_grad=False))
+            info.missing_keys.discard(name)
+            info.conversion_errors.pop(name, None)
 
 
 @contextmanager
@@ -170,6 +199,9 @@ class _Catch:
 
     def get_submodule(self, path: str) -> Any:
         return _CatchModule(self, path)
+
+    def get_parameter(self, path: str) -> Tensor:
+        return self.wanted[path]
 
 
 class _CatchModule:

@@ -110,7 +110,7 @@ class LoraSection(Section):
     )
     init: Literal["default", "gaussian", "pissa", "olora"] = Field(
         "default",
-        description="How adapters start: with an update of zero, or (pissa, olora) as a part of the base that is taken out of it.",
+        description="How adapters start: with an update of zero, or (pissa, olora) as a part of the base that is taken out.",
     )
     lr_ratio: PositiveFloat = Field(1.0, description="LoRA+: the B matrices learn this many times as fast as the A matrices.")
 
@@ -240,7 +240,7 @@ class ExportSection(Section):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Data type of merged weights; auto: the base's.")
     onto: Literal["auto", "dequantised", "original"] = Field(
         "auto",
-        description="With quantize, what merged weights start from: the values that were trained on, or those of the model's files; "
+        description="With quantize, what merged weights start from: the values trained on, or those of the model's files; "
         "auto: whichever is closer to the trained model.",
     )
     max_shard_size: str = Field("5GB", description="Largest weight file of a merged export.")

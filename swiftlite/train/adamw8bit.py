@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftlite.dist.tensors import local, with_local
+from swiftlite.models.nf4 import dynamic_map
 
 BLOCK = 256
 # Smaller blocks would not save much: of 8 elements the scale takes half a byte each.
@@ -41,27 +42,13 @@ def block_of(shape: Sequence[int]) -> int:
 
 
 @cache
-def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values of the codes in [-1, 1] or [0, 1], ascending, fp32: bitsandbytes' `create_dynamic_map`.
-
-    0, 1, and the middles of equal parts of [0.1, 1] times 10^-6 to 1: 1 to 64 parts a decade (twice that without a sign).
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32, device="cpu")
-        scaled = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        values += scaled.tolist() + ((-scaled).tolist() if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
-
-
-@cache
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Values of the codes [256]; upper borders of the codes [256]; the lowest code [65536] of fp32 numbers by their upper half.
 
     Numbers that share sign, exponent and 7 bits of the mantissa lie in at most two codes, so one look-up and one comparison find
     the nearest code: on a CPU ten times faster than a binary search.
     """
-    values = dynamic_map(signed)
+    values = torch.tensor(dynamic_map(signed), dtype=torch.float32, device="cpu")
     borders = torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([torch.inf])])
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num()

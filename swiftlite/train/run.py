@@ -20,6 +20,7 @@ from swiftlite.dist.checkpoint import Saved, Saving
 from swiftlite.dist.launch import is_worker
 from swiftlite.export import adapter
 from swiftlite.export.trained import Trained
+from swiftlite.models import fp8_gap
 from swiftlite.models.adapter_files import adapter_state
 from swiftlite.models.blocks import unwrap_blocks
 from swiftlite.models.build import build
@@ -82,6 +83,9 @@ class Run:
         self.root: Any = self.built.root
         if kept := sorted(self.recipe.model.config_overrides.keys() - public_overrides(self.recipe).keys()):
             self.built.notes.append(f"model.config_overrides: {', '.join(kept)} is from the environment and goes into no export")
+        first = torch.tensor([plan.train.samples[0].input_ids[: fp8_gap.TOKENS]], device=plan.device)
+        if (gap := fp8_gap.note(self.root, self.built.family.inputs({"input_ids": first}))) is not None:
+            self.built.notes.append(gap)
         lr_ratio = self.recipe.lora.lr_ratio if self.recipe.lora else 1.0
         self.optimizer = make_optimizer(self.root, self.recipe.train, self.recipe.strategy.offload, lr_ratio)
         self.masters = masters(self.root, self.optimizer)

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from swiftlite.models import adapters
 from swiftlite.models.adapter_files import slots
 from swiftlite.models.families.lookup import family_for
+from swiftlite.models.names import base_name
 from swiftlite.models.placing import fill
 from swiftlite.models.targets import short_names
-from swiftlite.models.names import base_name
 from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.schema import LoraSection, Recipe
 

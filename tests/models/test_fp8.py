@@ -166,3 +166,27 @@ def test_ops_keep_their_word_to_the_compiler():
         weights = layer(48, 64, False, method=method).stored.tensors()
         torch.library.opcheck(torch.ops.swiftlite.packed_mm.default, (x, weights, method))
         torch.library.opcheck(torch.ops.swiftlite.unpack.default, (weights, method, 64, torch.float32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(bad):
+    """Rounding must not make a number of it: a step that is not finite is stopped at."""
+    tensors = layer(48, 64, native=True).stored.tensors()
+    for way, width in ((fp8.product, 64), (fp8.product_back, 48)):
+        rows = numbers(6, width, seed=1)
+        rows[2, 7] = bad
+        found = way(rows, tensors).isfinite().all(1)
+        assert found.tolist() == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_rows_of_any_size_keep_their_digits(size):
+    """Scales are fp32; what is below 1e-12 is as good as zero to all that follows."""
+    tensors = layer(48, 64, native=True).stored.tensors()
+    x, w = numbers(6, 64, seed=1), numbers(48, 64) / 10
+    found = fp8.product(x * size, tensors)
+    assert found.isfinite().all()
+    if size > 1e-12:
+        assert off(found / size, x @ w.mT) < 0.045
+    else:
+        assert found.abs().max() < 1e-12

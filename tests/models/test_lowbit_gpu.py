@@ -195,3 +195,10 @@ def test_the_kernel_is_the_way_taken(monkeypatch):
     one = layer(64, 128, DOUBLE)
     packed.unpack([t.detach() for t in one.stored.tensors()], "nf4", 128, torch.bfloat16)
     assert calls == [1]
+
+
+def test_what_float8_products_add_is_said(tmp_path):
+    needs_float8()
+    run = started(made(tmp_path, FP8, train={"device": "cuda", "precision": "bf16", "torch_compile": True}))
+    (said,) = [n for n in run.built.notes if "float8 products move" in n]
+    assert 0.005 < float(said.partition(" by ")[2].partition("%")[0]) / 100 < 0.2

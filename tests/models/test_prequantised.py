@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from swiftlite import api
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.tensors import whole
 from swiftlite.dist.world import leave
-from swiftlite.models import bnb4bit
+from swiftlite.models import bnb4bit, given
 from swiftlite.models.bnb4bit import PackedSlice, Unpacked
 from swiftlite.models.packed import PackedLinear, packed_weights, stored_weights
 from swiftlite.models.prequantised import KINDS, section_of
@@ -176,7 +177,7 @@ def test_modules_that_were_left_out_stay_plain(tmp_path):
 
 @pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
 def test_what_is_not_kept_packed_is_dequantised_and_said(tmp_path, double):
-    """Rows that are no whole blocks, the head, and what the recipe names; 6 x 64 + 6 = 390 weights end in the midst of a block."""
+    """Rows that are no whole blocks, the head, and what the recipe names."""
     plain = model_folder(tmp_path, **ODD, vocab=261)
     folder = packed_by_hand(plain, tmp_path / "packed", lambda n: n.endswith("_proj.weight") or "lm_head" in n, double=double)
     quantize = {"method": "nf4", "skip": ["lm_head", "v_proj"]}
@@ -231,7 +232,7 @@ def test_experts_packed_one_by_one_become_fused_packed_ones(tmp_path, double):
     assert kinds == {"packed", "absmax"}
     alone = carriers(run.root)
     leave()
-    for found, _ in run_ranks(2, loaded_bytes, made(tmp_path, folder, strategy="fsdp", train={"global_batch_size": 2})):
+    for found, _ in run_ranks(3, loaded_bytes, made(tmp_path, folder, strategy="fsdp", train={"global_batch_size": 3})):
         same(found, alone)
 
 
@@ -246,6 +247,31 @@ def test_experts_that_are_packed_in_part_are_dequantised(tmp_path):
     assert torch.equal(experts[1, 64:], unpacked_by_them(tensors, name.format(1)))
     assert torch.equal(experts[2, 64:], before[name.format(2)])
     assert any("2 packed weights of the model's files are dequantised" in note for note in run.built.notes)
+
+
+def test_only_what_keeps_its_rows_is_taken_as_it_is():
+    merge, join = WeightConverter(["a", "b"], "c", [MergeModulelist(dim=0), Concatenate(dim=1)]), Concatenate(dim=0)
+    assert given._by_rows(2, None) and given._by_rows(3, None) and given._by_rows(3, merge)
+    turned = WeightConverter(["a", "b"], "c", [MergeModulelist(dim=0), Concatenate(dim=1), Transpose(1, 2)])
+    wide = WeightConverter(["a", "b"], "c", [MergeModulelist(dim=0), Concatenate(dim=2)])
+    rows = WeightConverter(["a", "b"], "c", [join])
+    assert not any(given._by_rows(axes, how) for axes, how in [(3, turned), (3, wide), (2, rows)])
+    split = WeightConverter("attn.qkv.weight", ["attn.q.weight", "attn.k.weight"], [Chunk(dim=0)])
+
+    class View:
+        base_model_prefix = "model"
+
+        def state_dict(self):
+            return dict.fromkeys(["model.0.attn.q.weight", "model.0.attn.k.weight", "model.0.up.weight"], torch.empty(1))
+
+    names = ["0.attn.qkv.weight", "model.0.up.weight", "unknown.weight"]
+    found = given.destinations(View(), [split], names)
+    assert {(n, name) for n, sources in found.items() for name, _ in sources} == {
+        ("model.0.up.weight", "model.0.up.weight"),
+        ("model.0.attn.q.weight", "0.attn.qkv.weight"),
+        ("model.0.attn.k.weight", "0.attn.qkv.weight"),
+    }
+    assert not given._by_rows(2, found["model.0.attn.k.weight"][0][1])
 
 
 def test_check_knows_what_is_packed_with_and_without_weights(tmp_path):
@@ -374,6 +400,7 @@ def test_descriptions_that_say_something_else(tmp_path):
         ({"nested_blocksize": 128}, "packed as nf4 in blocks of 64, double quantisation in blocks of 128. Of such"),
         ({"quant_type": "fp4"}, "packed as fp4 in blocks of 64"),
         ({"shape": [64, 128]}, r"up_proj.weight has shape \[64, 128\], and the config asks for \[128, 64\]"),
+        ({"shape": [128, 128]}, r"holds 4096 values or bytes, and 8192 belong to a weight of shape \[128, 128\]"),
         ({"shape": None}, "quant_state.bitsandbytes__nf4 cannot be read"),
         ({"nested_offset": None}, "quant_state.bitsandbytes__nf4 cannot be read"),
     ]
@@ -389,7 +416,12 @@ def test_descriptions_that_say_something_else(tmp_path):
 def test_other_values_of_the_codes_are_refused(tmp_path, part):
     folder = saved_by_transformers(tmp_path, double=True)
     tensors = tensors_of(folder)
-    tensors[f"model.layers.1.mlp.up_proj.weight.{part}"][3] += 1e-3
+    name = f"model.layers.1.mlp.up_proj.weight.{part}"
+    tensors[name][3] = tensors[name][3].nextafter(torch.tensor(1.0))
+    save_file(tensors, folder / "model.safetensors")
+    started(made(tmp_path, folder))
+    leave()
+    tensors[name][3] += 1e-3
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=f"layers.1.mlp.up_proj.weight.{part} is not bitsandbytes' own. Of such"):
         started(made(tmp_path, folder))

@@ -14,7 +14,9 @@ def test_every_alias_leads_to_a_key_and_hides_none(section, old, new):
     assert old not in children(section)
 
 
-@pytest.mark.parametrize("path", [*aliases.VALUES, *(f"{p.rpartition('.')[0]}.{new}".strip(".") for p, (new, _) in aliases.SWITCHES.items())])
+@pytest.mark.parametrize(
+    "path", [*aliases.VALUES, *(f"{p.rpartition('.')[0]}.{new}".strip(".") for p, (new, _) in aliases.SWITCHES.items())]
+)
 def test_every_mapped_value_is_legal(path):
     key = keys()[path]
     words = list(aliases.VALUES.get(path, {}).values())

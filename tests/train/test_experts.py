@@ -16,6 +16,7 @@ from swiftlite.train.console import Console
 from swiftlite.train.loop import train_step
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
+from tests.ranks import run_ranks
 from tests.train.test_added import moe_folder
 from tests.training import LORA, losses, recipe, token_rows, train
 
@@ -96,6 +97,16 @@ def test_it_resumes_exactly_and_its_exports_are_the_trained_model(tmp_path, stra
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral").state_dict()
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert not torch.equal(merged[name], plain[name])
+
+
+@pytest.mark.parametrize("method", [{"lora": LORA}, pytest.param({}, marks=pytest.mark.slow)], ids=["lora", "full"])
+def test_a_rank_may_hold_no_expert(tmp_path, method):
+    """Three ranks hold 2, 2 and 0 of four experts."""
+    keys = {"kind": "QWEN3_MOE", "rows": token_rows([9, 14, 6, 11, 8, 12]), **method}
+    keys["train"] = {"max_steps": 2, "global_batch_size": 3}
+    alone = train(recipe(tmp_path, output=str(tmp_path / "alone"), **keys))
+    run_ranks(3, train, recipe(tmp_path, output=str(tmp_path / "three"), strategy="fsdp", **keys))
+    assert losses(tmp_path / "three") == pytest.approx(losses(alone), rel=1e-5)
 
 
 def test_a_continued_adapter_starts_where_it_ended(tmp_path):

@@ -10,7 +10,6 @@ from swiftlite.dist.strategies import DDP, FSDP, ZERO2, Strategy
 from swiftlite.dist.world import leave
 from swiftlite.models.build import Precision, skeleton
 from swiftlite.recipe.errors import RecipeError
-from swiftlite.recipe.schema import TrainSection
 from swiftlite.train.console import Console
 from swiftlite.train.memory import GIB, MemoryPlan, plan_memory, reckon
 from swiftlite.train.optim import OPTIMIZERS

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swiftlite import api
@@ -12,16 +13,21 @@ from swiftlite.data.render import IGNORE
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.tensors import whole
 from swiftlite.dist.world import leave
-from swiftlite.models import fp8, nf4
+from swiftlite.models import fp8, nf4, packed
 from swiftlite.models.adapters import without_adapters
+from swiftlite.models.choice import choose
+from swiftlite.models.families.lookup import auto_class
 from swiftlite.models.packed import packed_weights, stored_weights
-from swiftlite.recipe.errors import RecipeError
+from swiftlite.recipe.errors import ModelError, RecipeError
 from swiftlite.recipe.resolve import resolve
+from swiftlite.recipe.schema import QuantizeSection
 from swiftlite.train.console import Console
 from swiftlite.train.loop import evaluate, train_step
 from swiftlite.train.memory import plan_memory
 from swiftlite.train.plan import make_plan
 from swiftlite.train.run import Run
+from tests.fixtures import tok
+from tests.models.test_families import TINY, make
 from tests.ranks import run_ranks
 from tests.train.test_dpo import ROWS
 from tests.train.test_dpo import first_step as first_dpo_step
@@ -83,8 +89,10 @@ def test_ranks_equal_one_process(tmp_path, size, quantize, strategy, keys, kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LLAMA", "QWEN3_MOE", "GPT_OSS", "GEMMA3"])
-@pytest.mark.parametrize("quantize", [NF4, DOUBLE, FP8], ids=["nf4", "double", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "quantize"),
+    [("LLAMA", NF4), ("LLAMA", FP8), ("QWEN3_MOE", DOUBLE), ("QWEN3_MOE", FP8), ("GPT_OSS", NF4), ("GEMMA3", DOUBLE)],
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_layout_equals_one_process(tmp_path, kind, quantize, size):
     expected = steps(made(tmp_path, quantize, kind=kind), 10)
@@ -144,6 +152,24 @@ def test_float8_products_do_not_depend_on_the_split(tmp_path, monkeypatch, size,
     exact = run_ranks(1, steps, loaded if size == 1 else made(tmp_path, FP8), 2)[0]
     error = max(float((alone["grads"][n] - g).norm() / g.norm()) for n, g in exact["grads"].items())
     assert 0.005 < error < 0.2 and alone["loss"] != exact["loss"] == pytest.approx(alone["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
+@pytest.mark.parametrize("quantize", [DOUBLE, FP8], ids=["double", "fp8"])
+def test_sixteen_bits_are_near_to_thirty_two(tmp_path, quantize, precision):
+    """Carriers of another type hold the same bytes, and products are made in it."""
+    exact, found = (steps(made(tmp_path, quantize, train={"precision": p}), 1) for p in ("fp32", precision))
+    assert found["loss"] == pytest.approx(exact["loss"], rel=5e-3)
+    assert found["norm"] == pytest.approx(exact["norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["QWEN3_MOE", "GPT_OSS"])
+def test_experts_are_unpacked_once_a_pass(tmp_path, monkeypatch, kind):
+    """A class that asked for them expert by expert would unpack them all each time."""
+    run, seen, plain = started(made(tmp_path, NF4, kind=kind)), [], packed._unpack
+    monkeypatch.setattr(packed, "_unpack", lambda t, m, d: (seen.append(t[0].ndim), plain(t, m, d))[1])
+    run.objective.loss_sum(run.root, run.to_model(run.plan.loader.group(0)[0].tensors))
+    assert seen.count(3) == sum(len(s.shape) == 3 for _, s in stored_weights(run.root)) == 4
 
 
 # The numbers of others.
@@ -234,15 +260,15 @@ def test_bytes_of_bitsandbytes_in_a_run_have_its_values(tmp_path):
     run = started(made(tmp_path, DOUBLE))
     for _, stored in stored_weights(run.root):
         w = torch.randn(stored.shape, generator=torch.Generator().manual_seed(3))
-        packed, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
+        other, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
         codes = state.absmax.reshape(stored.shape[0], -1)
         padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % stored.dtype.itemsize))
         nested = torch.cat([state.state2.absmax, state.offset.reshape(1)])
         home = torch.device("cpu")
-        stored.put("packed", packed.reshape(stored.shape[0], -1), home)
+        stored.put("packed", other.reshape(stored.shape[0], -1), home)
         stored.put("codes", padded, home)
         stored.put("nested", nested.view(torch.uint8), home)
-        assert torch.equal(stored.unpacked(torch.float32), functional.dequantize_4bit(packed, state))
+        assert torch.equal(stored.unpacked(torch.float32), functional.dequantize_4bit(other, state))
         assert stored.double and codes.shape[1] == stored.shape[1] // nf4.BLOCK
 
 
@@ -277,7 +303,7 @@ def test_dpo_compares_with_the_packed_base(tmp_path):
         assert found["norm"] == pytest.approx(alone["norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("quantize", [DOUBLE, FP8], ids=["double", "fp8"])
+@pytest.mark.parametrize("quantize", [DOUBLE, pytest.param(FP8, marks=pytest.mark.slow)], ids=["double", "fp8"])
 def test_a_run_saves_goes_on_and_answers(tmp_path, quantize, capsys):
     """Resumed on one process bit for bit; the exported adapter is what was trained; questions are answered with it."""
     keys = {"checkpoint": {"save_strategy": "steps", "save_steps": 2}, "export": ["adapter"]}
@@ -302,24 +328,36 @@ def test_a_run_saves_goes_on_and_answers(tmp_path, quantize, capsys):
     assert "weights packed as" in log
 
 
+def test_a_run_goes_on_from_an_adapter(tmp_path):
+    """Without a lora section: the adapter of a run is trained on beside packed weights, from where it was."""
+    first = train(made(tmp_path, DOUBLE, train={"max_steps": 1}, export=["adapter"], output=str(tmp_path / "first")))
+    model = {"name": str(tmp_path / "llama"), "adapter": str(first / "adapter")}
+    run = started(made(tmp_path, DOUBLE, model=model, lora=None, output=str(tmp_path / "second")))
+    assert all(s.method == "nf4" for _, s in stored_weights(run.root)) and packed_weights(run.root)
+    saved = load_file(first / "adapter" / "adapter_model.safetensors")
+    for name, tensor in saved.items():
+        own = run.root.get_parameter(name.removeprefix("base_model.model.").replace(".weight", ".default.weight"))
+        assert torch.equal(own.detach(), tensor) and own.requires_grad
+
+
 @pytest.mark.parametrize("quantize", [NF4, DOUBLE, FP8], ids=["nf4", "double", "fp8"])
 @pytest.mark.parametrize("kind", ["LLAMA", "QWEN3_MOE"])
 def test_check_knows_the_packed_sizes(tmp_path, kind, quantize):
     plain = api.check(made(tmp_path, None, kind=kind), quiet=True)
-    packed = api.check(made(tmp_path, quantize, kind=kind), quiet=True)
-    counts = [{k: v for k, v in found["coverage"].items() if k != "untrained"} for found in (plain, packed)]
+    smaller = api.check(made(tmp_path, quantize, kind=kind), quiet=True)
+    counts = [{k: v for k, v in found["coverage"].items() if k != "untrained"} for found in (plain, smaller)]
     assert counts[0] == counts[1]
-    by_part = [{u["part"]: u["parameters"] for u in found["coverage"]["untrained"]} for found in (plain, packed)]
+    by_part = [{u["part"]: u["parameters"] for u in found["coverage"]["untrained"]} for found in (plain, smaller)]
     assert by_part[0] == by_part[1]
     run = started(made(tmp_path, quantize, kind=kind))
     weights = sum(torch.Size(s.shape).numel() for _, s in stored_weights(run.root))
     bits = {"nf4": 4.5, "double": 4 + 8 / 64, "fp8": 8}[("double" if quantize is DOUBLE else quantize["method"])]
-    saved = (plain["memory"]["frozen_gib"] - packed["memory"]["frozen_gib"]) * 2**30
+    saved = (plain["memory"]["frozen_gib"] - smaller["memory"]["frozen_gib"]) * 2**30
     assert 0.94 * weights * (4 - bits / 8) < saved < 1.01 * weights * (4 - bits / 8)
     frozen = [t for t in [*run.root.parameters(), *run.root.buffers()] if not t.requires_grad]
     held = sum(t.numel() * t.element_size() for t in {id(t): t for t in frozen}.values())
     assert plan_memory(run.plan, run.built).frozen == held
-    assert packed["memory"]["total_gib"] < plain["memory"]["total_gib"]
+    assert smaller["memory"]["total_gib"] < plain["memory"]["total_gib"]
 
 
 def test_the_plan_of_spread_packed_weights_is_their_share(tmp_path):
@@ -355,11 +393,42 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, sections, where, words):
 def test_rows_that_are_no_whole_blocks_are_refused_or_said(tmp_path):
     narrow = {"hidden_size": 32, "intermediate_size": 96}
     model_folder(tmp_path, "LLAMA", **narrow)
-    with pytest.raises(RecipeError, match=r"rows of model.layers.0.self_attn.q_proj are no multiple of 64"):
+    with pytest.raises(RecipeError, match=r"no weight .* 14 .* model.layers.0.self_attn.q_proj \(Linear\): .* no multiple of 64"):
         api.check(made(tmp_path, NF4), quiet=True)
     model_folder(tmp_path, "GEMMA3", hidden_size=32, intermediate_size=64)
     notes = api.check(made(tmp_path, NF4, kind="GEMMA3"), quiet=True)["notes"]
     assert any("12 weights stay as they are, such as model.layers.0.self_attn.q_proj" in n for n in notes)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt2"])
+def test_layers_of_other_classes_are_named(name):
+    """FalconLinear and Conv1D are no plain linear layers: left as they are, and not in silence."""
+    model, _, family = make(name, "meta")
+    with pytest.raises(RecipeError, match=rf"8 weights .*{'FalconLinear' if name == 'falcon' else 'Conv1D'}\): their classes"):
+        choose(model, QuantizeSection(method="fp8"), family)
+    model.transformer.h[0].extra = torch.nn.Linear(64, 64, device="meta")
+    found = choose(model, QuantizeSection(method="fp8"), family)
+    assert found.linears == [model.transformer.h[0].extra] and len(found.notes) == 1 and "8 weights stay" in found.notes[0]
+
+
+@pytest.mark.skipif("molmo2" not in TINY, reason="not in this transformers")
+def test_tensors_of_the_files_may_hold_several_packed_weights(tmp_path, monkeypatch):
+    """Molmo 2 keeps queries, keys and values in one tensor; transformers splits it by the sizes of what is packed."""
+    config = TINY["molmo2"][0]()
+    for key, value in {**SIZES, "vocab_size": 261}.items():
+        setattr(config.get_text_config(), key, value)
+    model = auto_class(config).from_config(config)
+    model.save_pretrained(tmp_path / "molmo")
+    tok().save_pretrained(tmp_path / "molmo")
+    run = started(made(tmp_path, NF4, model={"name": str(tmp_path / "molmo")}))
+    weights = packed_weights(run.root)
+    assert len(weights) == 12  # not o_proj, whose rows are half a block
+    for name, weight in weights.items():
+        exact = model.get_parameter(name).detach()
+        assert (weight.unpacked(torch.float32) - exact).norm() < 0.12 * exact.norm(), name
+    monkeypatch.delattr("swiftlite.models.weights.BaseView.get_parameter")
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.weight cannot be made from the files: .*Split on tensors"):
+        started(made(tmp_path, NF4, model={"name": str(tmp_path / "molmo")}))
 
 
 @pytest.mark.parametrize(
@@ -408,3 +477,27 @@ def test_names_of_other_toolkits_work(tmp_path, keys, expected):
 
 def test_load_in_4bit_false_says_nothing(tmp_path):
     assert made(tmp_path, None, load_in_4bit=False).recipe.quantize is None
+
+
+def noted_on_a_rank(loaded) -> list[str]:
+    fp8.native = lambda device: True
+    return [n for n in started(loaded).built.notes if "float8 products move" in n]
+
+
+def test_what_float8_products_add_is_said_before_the_first_step(tmp_path, monkeypatch):
+    """The same on all ranks and for compiled blocks, which it compiles nothing for; of stored weights alone there is nothing."""
+    assert not any("float8 products" in n for n in started(made(tmp_path, FP8)).built.notes if "move" in n)
+    monkeypatch.setattr(fp8, "native", lambda device: True)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", None)  # would be called for what is compiled
+    run = started(made(tmp_path, FP8, train={"torch_compile": True, "gradient_checkpointing": "full"}))
+    (said,) = [n for n in run.built.notes if "float8 products move" in n]
+    found = float(said.partition(" by ")[2].partition("%")[0]) / 100
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        ids = torch.tensor([run.plan.train.samples[0].input_ids])
+        there = run.root.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
+        plain = plain_with_the_same_weights(run, tmp_path / "llama").eval().base_model(input_ids=ids).last_hidden_state
+    assert found == pytest.approx(float((there - plain).norm() / plain.norm()), rel=0.01) and 0.01 < found < 0.2
+    assert {s.method for _, s in stored_weights(run.root)} == {"fp8"}
+    leave()
+    for notes in run_ranks(2, noted_on_a_rank, made(tmp_path, FP8, "fsdp")):
+        assert notes == [said]

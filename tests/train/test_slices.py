@@ -96,8 +96,7 @@ def test_over_ranks(tmp_path, strategy, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LLAMA", "QWEN3_MOE", "GPT_OSS", "GEMMA3"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("kind", "size"), [("LLAMA", 2), ("QWEN3_MOE", 2), ("GPT_OSS", 4)])
 def test_over_ranks_of_every_strategy(tmp_path, kind, size):
     expected = steps(one(tmp_path, kind, "lora", "none", 8), 5)
     for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp"):
