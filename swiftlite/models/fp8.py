@@ -31,8 +31,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _for_back(grad: Tensor, scale: Tensor, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `product_back` multiplies: the gradient [N, R] in float8 with the weight's scales in it, its own scales [N, 1], and the
-    weight turned over, [C, R]. The GPU multiplies along rows of both sides only; bytes are turned, as not every kernel moves
+    """What `product_back` multiplies: the gradient [N, R] in float8 with the weight's scales in it, its own scales [N, 1], and
+    the weight turned over, [C, R]. The GPU multiplies along rows of both sides only; bytes are turned, as not every kernel moves
     float8."""
     return *round_rows(grad.float() * scale.mT), packed.mT.contiguous()
 

@@ -167,7 +167,7 @@ class Stored:
             packed = rounded.view(torch.uint8)
             self._put("scale", scales, home)
         self._put("packed", packed, home)
-        some = slice(0, max(1, nf4.CHUNK // max(1, work[:1].numel())))  # enough of a large one to know it by
+        some = slice(0, max(1, nf4.LARGE_CHUNK // max(1, work[:1].numel())))  # enough of a large one to know it by
         if self.method == "nf4":
             back = nf4.dequantise(packed[some], scales[some], torch.float32)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftlite.dist.tensors import local, with_local
-from swiftlite.models.nf4 import dynamic_map
+from swiftlite.models.nf4 import Tables, nearest, tables
 
 BLOCK = 256
 # Smaller blocks would not save much: of 8 elements the scale takes half a byte each.
@@ -41,31 +41,10 @@ def block_of(shape: Sequence[int]) -> int:
     return next((size for size in range(min(BLOCK, row), MIN_BLOCK - 1, -1) if row % size == 0), 0)
 
 
-@cache
-def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of the codes [256]; upper borders of the codes [256]; the lowest code [65536] of fp32 numbers by their upper half.
-
-    Numbers that share sign, exponent and 7 bits of the mantissa lie in at most two codes, so one look-up and one comparison find
-    the nearest code: on a CPU ten times faster than a binary search.
-    """
-    values = torch.tensor(dynamic_map(signed), dtype=torch.float32, device="cpu")
-    borders = torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([torch.inf])])
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num()
-    lowest = torch.bucketize(ends.amin(0), borders)
-    return values.to(device), borders.to(device), lowest.to(device)
-
-
-Tables = tuple[Tensor, Tensor, Tensor]
-
-
 def quantize(blocks: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Nearest codes uint8 [n, block] and largest magnitudes fp32 [n] of fp32 `blocks` [n, block]."""
-    _, borders, lowest = tables
     absmax = blocks.abs().amax(1)
-    scaled = (blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).flatten()
-    low = lowest.take(((scaled.view(torch.int32) >> 16) + 2**15).long())
-    return (low + (scaled > borders.take(low))).to(torch.uint8).view_as(blocks), absmax
+    return nearest(blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None], tables), absmax
 
 
 def dequantize(codes: Tensor, absmax: Tensor, tables: Tables) -> Tensor:
@@ -100,8 +79,8 @@ def _packed_step(
     root = dequantize(codes2, absmax2, unsigned)
     new, first, second = _stepped(weight, grad, dequantize(codes1, absmax1, signed), root * root, scalars)
     weight.copy_(new)
-    for codes, absmax, moment, tables in ((codes1, absmax1, first, signed), (codes2, absmax2, second.sqrt(), unsigned)):
-        packed, scales = quantize(moment, tables)
+    for codes, absmax, moment, maps in ((codes1, absmax1, first, signed), (codes2, absmax2, second.sqrt(), unsigned)):
+        packed, scales = quantize(moment, maps)
         codes.copy_(packed)
         absmax.copy_(scales)
 
@@ -114,17 +93,17 @@ def _compiled() -> Callable[..., None]:
 def _packed(columns: Sequence[Any], scalars: Tensor) -> None:
     """`_packed_step`; on a GPU as one kernel, which reads and writes each number once."""
     device = scalars.device
-    tables = _tables(True, device), _tables(False, device)
+    maps = tables("signed", device), tables("unsigned", device)
     if device.type != "cuda" or find_spec("triton") is None:
-        return _packed_step(*columns, scalars, *tables)
+        return _packed_step(*columns, scalars, *maps)
     # `data` is no view: the sizes of what a view was taken from would be compiled in. Of all sizes only the number of blocks is
     # left open, so that the kernel can hold a block in its registers.
     columns = [column.data for column in columns]
     for column in (c for c in columns if c.ndim == 2):
         torch._dynamo.mark_static(column, 1)
-    for constant in (scalars, *tables[0], *tables[1]):
+    for constant in (scalars, *maps[0], *maps[1]):
         torch._dynamo.mark_static(constant, 0)
-    return _compiled()(*columns, scalars, *tables)
+    return _compiled()(*columns, scalars, *maps)
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -11,13 +11,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from swiftlite.dist.strategies import DDP, FSDP, HSDP
 from swiftlite.dist.tensors import local, whole
 from swiftlite.dist.world import join, leave
+from swiftlite.models import nf4
 from swiftlite.train import adamw8bit
 from swiftlite.train.adamw8bit import AdamW8bit, block_of, dequantize, quantize
 from tests.fixtures import model
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-SIGNED, UNSIGNED = (adamw8bit._tables(signed, CPU) for signed in (True, False))
+SIGNED, UNSIGNED = (nf4.tables(kind, CPU) for kind in ("signed", "unsigned"))
 # Two blocks a row, one, uneven rows over ranks, fused experts, one row, rows without even parts, a vector.
 SHAPES = [(6, 512), (40, 16), (5, 576), (3, 8, 64), (1, 256), (4, 514), (7,)]
 
