@@ -71,13 +71,14 @@ def test_check_for_machines(api, recipe, capsys):
 
 
 def test_other_verbs_hand_on(api, capsys):
-    assert run(["export", "runs/x", "--format", "merged", "--dtype", "bf16", "--output", "o", "--overwrite"]) == 0
+    flags = ["--dtype", "bf16", "--onto", "original", "--output", "o", "--overwrite"]
+    assert run(["export", "runs/x", "--format", "merged", *flags]) == 0
     assert run(["download", "a/b", "--revision", "r"]) == 0
     assert capsys.readouterr().out == "/cache/x\n"
     calls = {name: (args, kwargs) for name, args, kwargs in api.calls}
     assert calls["export"] == (
         ("runs/x",),
-        {"format": "merged", "dtype": "bf16", "output": Path("o"), "overwrite": True, "device": "auto"},
+        {"format": "merged", "dtype": "bf16", "onto": "original", "output": Path("o"), "overwrite": True, "device": "auto"},
     )
     assert calls["download"] == (("a/b",), {"hub": "hf", "revision": "r"})
 
