@@ -3,7 +3,6 @@
 Exit codes: 0 done; 2 the recipe or command line is wrong; 3 the data; 4 the model or checkpoint; 130 interrupted; 1 the rest.
 """
 
-import logging
 import os
 import sys
 import traceback
@@ -23,9 +22,6 @@ from swiftlite.cli.selftest import selftest
 from swiftlite.cli.train import train
 from swiftlite.dist import launch, worker
 from swiftlite.recipe.errors import SwiftliteError
-
-# peft imports it where it is installed, and on some CPUs it then speaks of a kernel that nothing here asks for.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 VERBS = {
     "train": train,

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import logging
 import os
 import sys
 import time
@@ -14,6 +15,9 @@ from swiftlite.recipe.errors import SwiftliteError
 
 # Seconds. A rank that only lost its fellows, or that may have failed like rank 0 did, gives the cause time to be seen first.
 AFTER_RANK_0, AFTER_ALL = 3.0, 6.0
+
+# peft imports it where it is installed, and on some CPUs it then speaks of a kernel that nothing here asks for.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class SilentRankError(SwiftliteError):

@@ -487,7 +487,7 @@ def test_what_float8_products_add_is_said_before_the_first_step(tmp_path, monkey
     """The same on all ranks and for compiled blocks, which it compiles nothing for; of stored weights alone there is nothing."""
     assert not any("float8 products" in n for n in started(made(tmp_path, FP8)).built.notes if "move" in n)
     monkeypatch.setattr(fp8, "native", lambda device: True)
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", None)  # would be called for what is compiled
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", None)  # would be called for what is compiled
     run = started(made(tmp_path, FP8, train={"torch_compile": True, "gradient_checkpointing": "full"}))
     (said,) = [n for n in run.built.notes if "float8 products move" in n]
     found = float(said.partition(" by ")[2].partition("%")[0]) / 100
