@@ -26,7 +26,8 @@ def native(device: torch.device) -> bool:
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., C] in float8, and the fp32 scales [..., 1] of its rows: x is about their product."""
     x = x.detach()
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
+    # Not divided: a GPU divides by a number as it multiplies by its reciprocal, a CPU does not, and bytes are to be the same.
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) * (1 / LARGEST)
     return (x.float() / scale).to(E4M3), scale
 
 

@@ -23,7 +23,8 @@ VALUES = (
 # indices small.
 CHUNK = 2**16
 LARGE_CHUNK = 2**24
-
+# Of the kernel: without fused multiply-add the sums of double quantisation are rounded as on a CPU.
+OPTIONS = {"enable_fp_fusion": False}
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -173,11 +174,8 @@ def _launch(packed: Tensor, scales: list[Tensor], out: Tensor) -> None:
     first, second = (scales[0], scales[1].view(torch.float32)) if double else (scales[0].view(torch.float32), scales[0])
     kernel: Any = _kernel()
     with torch.cuda.device(packed.device):
-        # Without fused multiply-add the sums of double quantisation are rounded as on a CPU.
         last, grid = len(second) - 1 if double else 0, (-(-size // block),)
-        kernel[grid](
-            packed, first, second, nf4, dynamic, out, size, per_row, first.shape[-1], last, double, block, enable_fp_fusion=False
-        )
+        kernel[grid](packed, first, second, nf4, dynamic, out, size, per_row, first.shape[-1], last, double, block, **OPTIONS)
 
 
 @cache
