@@ -42,8 +42,15 @@ def _in_one_pass(function: Callable[..., Any], *tensors: Tensor) -> Any:
     """A function of small steps on a GPU as one kernel, also where the layer around it is not compiled: step by step it would
     take longer than float8 saves."""
     # While a layer is being compiled, tensors of its backward pass are stand-ins of other classes.
-    traced = torch.compiler.is_compiling() or type(tensors[0]) is not Tensor
-    return _compiled(function)(*tensors) if tensors[0].is_cuda and not traced else function(*tensors)
+    if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor or not _compiles(tensors[0].device):
+        return function(*tensors)
+    # What a view was taken from, and whether it has a gradient, would be compiled in: soon there were more variants than torch keeps.
+    with torch.no_grad():
+        return _compiled(function)(*(tensor.data for tensor in tensors))
+
+
+def _compiles(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @cache

@@ -311,7 +311,7 @@ class Inlet:
 
 
 def packing_notes(root: nn.Module) -> list[str]:
-    """What packing did: how many weights, their bytes, and how far they are from what was read. Every rank must call."""
+    """What packing did: how many weights, their bytes, and how far this rank's rows are from what was read."""
     all_stored = [s for _, s in stored_weights(root)]
     if not all_stored:
         return []

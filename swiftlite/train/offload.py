@@ -15,6 +15,8 @@ from swiftlite.dist.tensors import local, with_local
 
 # Elements that one inner optimizer steps before their weights go up: enough work to hide a transfer behind.
 CHUNK = 2**26
+# Elements that go up at a time: what is on the device in fp32 besides the weights.
+PIECE = 2**24
 
 
 class OffloadedOptimizer:
@@ -85,10 +87,13 @@ class OffloadedOptimizer:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def upload(self, indices: Sequence[int] | None = None) -> None:
-        """Rounds masters into the model's weights."""
+        """Rounds masters into the model's weights, on the device: torch would round on the CPU into memory that is not pinned, and
+        wait until it is copied."""
         with torch.no_grad(), torch.cuda.stream(self._stream):
             for i in range(len(self.masters)) if indices is None else indices:
-                local(self.parameters[i]).copy_(local(self.masters[i]), non_blocking=True)
+                pieces = (local(t).view(-1).split(PIECE) for t in (self.parameters[i], self.masters[i]))
+                for weight, master in zip(*pieces, strict=True):
+                    weight.copy_(master.to(weight.device, non_blocking=True))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for master in self.masters:

@@ -157,6 +157,30 @@ def test_native_asks_the_device():
     assert not fp8.native(torch.device("cpu"))
 
 
+def test_rounding_in_one_pass_is_the_same_and_compiled_once(monkeypatch):
+    """Whatever an input is a view of, and with or without a gradient: layers that are not compiled see all of that."""
+
+    def seen() -> list[torch.Tensor]:
+        found = []
+        for rows, columns in ((48, 64), (64, 96), (96, 48)):
+            made = layer(rows, columns, native=True)
+            for x in (numbers(6, columns, seed=1), numbers(2, 3, columns, seed=2)[:, :2], numbers(12, columns, seed=3)[::2]):
+                x = x.requires_grad_(columns != 96)
+                y = made(x * 2)
+                y.square().sum().backward() if y.requires_grad else None
+                found += [y.detach(), x.grad if x.grad is not None else y.detach()]
+        return found
+
+    plain = seen()
+    torch._dynamo.reset()
+    fp8._compiled.cache_clear()
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    monkeypatch.setattr(fp8, "_compiles", lambda device: True)
+    assert all(torch.equal(a, b) for a, b in zip(seen(), plain, strict=True))
+    assert counts["stats"]["unique_graphs"] == 2  # one for what goes forward, one for what comes back
+
+
 def test_ops_keep_their_word_to_the_compiler():
     x, made = numbers(4, 64, seed=1).requires_grad_(), layer(48, 64, native=True)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # no kernel compares float8 inputs
