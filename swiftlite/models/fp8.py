@@ -44,7 +44,7 @@ def _in_one_pass(function: Callable[..., Any], *tensors: Tensor) -> Any:
     # While a layer is being compiled, tensors of its backward pass are stand-ins of other classes.
     if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor or not _compiles(tensors[0].device):
         return function(*tensors)
-    # What a view was taken from, and whether it has a gradient, would be compiled in: soon there were more variants than torch keeps.
+    # What a view was taken from, and whether it has a gradient, would be compiled in: soon more variants than torch keeps.
     with torch.no_grad():
         return _compiled(function)(*(tensor.data for tensor in tensors))
 

@@ -146,8 +146,9 @@ VALUES: dict[str, dict[str, Scalar]] = {
     "train.precision": _DTYPES | dict.fromkeys(("false", "no", "off", "none"), "fp32"),
     "train.gradient_checkpointing": _FROM_OFF | {"true": "full"},
     "train.optim": {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-        **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+        # Paged ones learn the same; the memory plan says what fits, and strategy.offload moves what does not.
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit"), "adamw"),
+        **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw_8bit"),
     },
     "eval.eval_strategy": _OFF,
     "log.report_to": {"none": None},
@@ -156,9 +157,13 @@ VALUES: dict[str, dict[str, Scalar]] = {
     "export.dtype": _DTYPES,
 }
 
-# Switches that say the value of another key: word -> that value; None: the switch says nothing and is left out.
+# Switches that say the value of another key: word -> that value; None: the switch says nothing and is left out. Other words are
+# refused, with what ADVICE has for the switch.
 SWITCHES: dict[str, tuple[str, dict[str, Scalar]]] = {
     "load_in_4bit": ("quantize", {"true": "nf4", "false": None}),
+    "load_in_8bit": ("quantize", {"false": None}),
+    "quantize.load_in_4bit": ("method", {"true": "nf4", "false": None}),
+    "quantize.load_in_8bit": ("method", {"false": None}),
     "model.flash_attention": ("attn_implementation", {"true": "flash_attention_2", "false": None}),
     "lora.lora_target_linear": ("target_modules", {"true": "all-linear", "false": None}),
     "lora.pissa_init": ("init", {"true": "pissa", "false": None}),
@@ -181,6 +186,11 @@ ADVICE: dict[str, str] = {
     "revision": "Write it behind the name: `model.name: org/name@revision`.",
     **dict.fromkeys(("finetuning_type", "tuner_type", "use_peft", "train_type"), _METHOD),
     **dict.fromkeys(("fsdp_config", "accelerate_config", "fsdp_transformer_layer_cls_to_wrap"), _SHARDING),
+    "adapter": "A `lora` section trains one, with `quantize: nf4` beside 4-bit weights; model.adapter names one to go on from.",
+    "load_in_8bit": "Whole numbers of 8 bits are not kept here: write `quantize: fp8`, which takes as much, or nf4.",
+    **dict.fromkeys(("quantization_method", "quant_method"), "Write `quantize: nf4` or `quantize: fp8`."),
+    **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_comp_dtype"), "Packed weights are multiplied in train.precision."),
+    "bnb_4bit_quant_storage": "Leave it out: packed weights are sharded as they are.",
     "pissa_convert": "Every adapter that is written is made for the whole base.",
     "load_best_model_at_end": "The best checkpoint is always kept; checkpoint.metric_for_best_model names its metric.",
     "overwrite_output_dir": "A run never overwrites another: choose a new `output`, or go on with checkpoint.resume.",
@@ -273,10 +283,11 @@ def _translate(node: Node, path: str, notes: list[str]) -> None:
 def _switch(entries: dict[str, Node], name: str, old: str, node: Node, faults: Faults, notes: list[str]) -> None:
     new, words = SWITCHES[_dotted(name, old)]
     if isinstance(node.value, dict | list) or spoken(node) not in words:
-        faults.at(node, f"expected true or false, got {node.text or 'a section'}.", fix=f"Our key is {_dotted(name, new)}.")
+        expected, fix = " or ".join(w for w in words if w != "auto"), ADVICE.get(old, f"Our key is {_dotted(name, new)}.")
+        faults.at(node, f"expected {expected}, got {node.text or 'a section'}.", fix=fix)
         return
     value = words[spoken(node)]
-    if value is None or (new in entries and spoken(node) == "false"):
+    if value is None or (new in entries and (spoken(node) == "false" or entries[new].value == value)):
         notes.append(f"{node.where}: {node.key}: {node.text} says nothing here; see {_dotted(name, new)}.")
     elif new in entries:
         faults.at(node, f"contradicts {entries[new].key} ({entries[new].where}).", fix=f"Keep {_dotted(name, new)} alone.")

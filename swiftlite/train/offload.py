@@ -87,8 +87,8 @@ class OffloadedOptimizer:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def upload(self, indices: Sequence[int] | None = None) -> None:
-        """Rounds masters into the model's weights, on the device: torch would round on the CPU into memory that is not pinned, and
-        wait until it is copied."""
+        """Rounds masters into the model's weights, on the device: torch would round on the CPU, into memory that is not pinned,
+        and wait for the copy."""
         with torch.no_grad(), torch.cuda.stream(self._stream):
             for i in range(len(self.masters)) if indices is None else indices:
                 pieces = (local(t).view(-1).split(PIECE) for t in (self.parameters[i], self.masters[i]))

@@ -45,6 +45,10 @@ def test_every_mapped_value_is_legal(path):
         ("train: {lr_scheduler: linear}", "train.lr_scheduler_type", "linear"),
         ("train: {warmup_ratio: 0.1}", "train.warmup_steps", 0.1),
         ("train: {optimizer: adamw_torch}", "train.optim", "adamw"),
+        ("train: {optim: paged_adamw_32bit}", "train.optim", "adamw"),
+        ("train: {optim: paged_adamw_8bit}", "train.optim", "adamw_8bit"),
+        ("quantization_config: {load_in_4bit: true, load_in_8bit: false}\nlora: {}", "quantize.method", "nf4"),
+        ("quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4}\nlora: {}", "quantize.method", "nf4"),
         ("train: {bf16: true}", "train.precision", "bf16"),
         ("train: {bf16: false}", "train.precision", "fp32"),
         ("train: {bf16: auto}", "train.precision", "auto"),
@@ -98,6 +102,13 @@ def test_names_of_length(load, name):
 
 def test_our_own_names_leave_no_note(load):
     assert load("lora: {rank: 4}\ntrain: {precision: bf16}\neval: {eval_strategy: no}\n").notes == []
+
+
+def test_eight_bits_are_named_and_their_switch_may_be_off(load, refuse):
+    assert load("load_in_8bit: false\nload_in_4bit: false\n").recipe.quantize is None
+    for text in ("load_in_8bit: true", "quantize: {method: nf4, load_in_8bit: true}"):
+        message = refuse(text + "\n")
+        assert "expected false, got true" in message and "`quantize: fp8`" in message
 
 
 def test_two_names_for_one_key_are_refused(refuse):
