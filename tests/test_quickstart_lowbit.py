@@ -62,7 +62,23 @@ def test_a_case_that_falls_behind_fails(tmp_path, monkeypatch, capsys):
     assert shown.count("\n| ") == 4 and "| NF4 | 3.00, 0.0200 | 0.930 | 0.930 | 0.940 | 0.5, 0.1, 90.0% |" in shown
     scores["nf4"] = 0.91
     assert lowbit.main() == 1  # however good the adapter is on the files' weights: they are not what is merged onto
-    assert "NF4 is 0.040 behind bf16 merged (allowed: 0.03), and 0.000 on the files' weights." in capsys.readouterr().out
+    assert "NF4 is 0.040 behind bf16 merged, and 0.000 on the files' weights; 1 seed." in capsys.readouterr().out
+
+
+def test_several_seeds_are_judged_by_their_mean(tmp_path, monkeypatch, capsys):
+    asked, scores = [], {"bf16": [0.9, 0.9], "nf4": [0.88, 0.87]}
+
+    def run(case, folder, rows, keys):
+        asked.append((folder.relative_to(tmp_path).as_posix(), keys))
+        return result(case, scores[case][int(keys[-1][-1])])
+
+    monkeypatch.setattr(lowbit, "run", run)
+    monkeypatch.setattr(sys, "argv", ["lowbit.py", str(tmp_path), "--cases", "bf16,nf4", "--seeds", "0,1", "lora.rank=4"])
+    assert lowbit.main() == 0
+    assert asked == [(f"seed-{n}/{case}", ["lora.rank=4", f"seed={n}"]) for n in (0, 1) for case in ("bf16", "nf4")]
+    assert "NF4 is 0.025 (standard error 0.005) behind bf16 merged" in capsys.readouterr().out
+    scores["nf4"][0] = 0.85
+    assert lowbit.main() == 1
 
 
 def test_results_are_kept_for_the_same_keys_only(tmp_path, monkeypatch):
