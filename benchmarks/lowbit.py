@@ -1,7 +1,8 @@
 """Low-bit training on a real model: the quickstart's task with a base in bf16, in NF4 and in float8; rows and seed are the same.
 
     python benchmarks/lowbit.py runs/lowbit --picture docs/lowbit.svg      # pip install matplotlib, for the picture alone
-    python benchmarks/lowbit.py runs/one-epoch --cases bf16,nf4 --seeds 1,2,3,4 train.num_train_epochs=1
+    python benchmarks/lowbit.py runs/one-epoch --cases bf16,nf4 --seeds 1,2,3 train.num_train_epochs=1
+    python benchmarks/lowbit.py runs/more-rows --cases bf16,nf4 --seeds 1,2,3 --train-rows 1100 train.num_train_epochs=1
 
 SmolLM2-135M-Instruct learns to answer in JSON. Each case is a run of its own, of recipes/quickstart.yaml for three epochs in bf16
 and with the keys given; one that is there already is not trained again. Exact match is of greedy answers to 192 rows about other
@@ -68,6 +69,19 @@ def held_back(file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in (own[1] + more)[:ROWS]))
     return file
+
+
+def longer(file: Path, count: int) -> Path:
+    """`count` training rows: those of the quickstart, and more by its generator at times that no held-back row names."""
+    made = runpy.run_path(str(QUICKSTART / "make_data.py"))
+    rng = random.Random(SEED)
+    moments = made["Pack"](rng, itertools.product(made["DAYS"], range(7, 22), (5, 10, 20, 25, 35, 40, 50, 55)))
+    writer = made["Writer"](rng, made["TRAIN_PEOPLE"], made["TRAIN_THINGS"])
+    own = (QUICKSTART / "train.jsonl").read_text().splitlines()
+    more = [json.dumps(row) for row in made["write"](writer, moments, count - len(own))]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join([*own, *more]) + "\n")
+    return file.resolve()
 
 
 def train(folder: Path, keys: list[str]) -> float:
@@ -178,12 +192,15 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--cases", type=lambda names: names.split(","), default=list(CASES), help=",".join(CASES))
     parser.add_argument("--seeds", type=lambda seeds: seeds.split(","), default=[], help="a run of each case with each: 1,2,3")
+    parser.add_argument("--train-rows", type=int, help="more than the quickstart has")
     parser.add_argument("--picture", type=Path, help="the loss curves (of the first seed), .svg or .png")
     given = parser.parse_intermixed_args()
     if unknown := [case for case in given.cases if case not in CASES]:
         parser.error(f"no such case: {', '.join(unknown)}")
     calm_libraries()
     rows = held_back(given.folder / "held-back.jsonl")
+    if given.train_rows:
+        given.keys.append(f"data.train={longer(given.folder / 'train.jsonl', given.train_rows)}")
     runs = [(given.folder / f"seed-{seed}", [*given.keys, f"seed={seed}"]) for seed in given.seeds] or [
         (given.folder, given.keys)
     ]

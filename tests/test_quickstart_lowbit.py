@@ -44,6 +44,15 @@ def test_more_held_back_rows_are_new(tmp_path):
     assert file.read_bytes() == lowbit.held_back(tmp_path / "again.jsonl").read_bytes()
 
 
+def test_more_training_rows_name_nothing_that_is_held_back(tmp_path):
+    rows = [json.loads(line) for line in lowbit.longer(tmp_path / "new/rows.jsonl", 1100).read_text().splitlines()]
+    assert [json.dumps(row) for row in rows[:300]] == TRAIN.splitlines()
+    assert len(rows) == 1100 == len({row["messages"][1]["content"] for row in rows})
+    held = [json.loads(line) for line in lowbit.held_back(tmp_path / "held.jsonl").read_text().splitlines()]
+    for key in ("who", "what", "when"):
+        assert not {lowbit.answer(row)[key] for row in rows} & {lowbit.answer(row)[key] for row in held}, key
+
+
 def result(case: str, exact: float, **given: object) -> dict:
     gap = {"relative": 0.5, "kl": 0.1, "top1_agreement": 0.9}
     packed = {"gaps": {"dequantised": gap, "original": gap}, "onto": {"base": "dequantised"}} if case != "bf16" else {}
