@@ -83,8 +83,6 @@ class OffloadedOptimizer:
         for part, optimizer in self._chunks:
             optimizer.step()
             self.upload(part)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
 
     def upload(self, indices: Sequence[int] | None = None) -> None:
         """Rounds masters into the model's weights, on the device: torch would round on the CPU, into memory that is not pinned,
@@ -94,6 +92,8 @@ class OffloadedOptimizer:
                 pieces = (local(t).view(-1).split(PIECE) for t in (self.parameters[i], self.masters[i]))
                 for weight, master in zip(*pieces, strict=True):
                     weight.copy_(master.to(weight.device, non_blocking=True))
+        if self._stream is not None:  # whatever reads the weights next, also after a resume
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for master in self.masters:
