@@ -2,9 +2,9 @@
 
     python benchmarks/engine.py /tmp/bench 2 fsdp-lora fsdp-full ...      (2: GPUs; cases: see CASES)
 
-Work: rows of exactly 4,096 tokens, all trained, AdamW, clipping at 1.0, or packed chat rows of log-normal length (mean about 425
-tokens, cut at 4,096). Tokens/s is per GPU and of real tokens, median over steps after three of warm-up; `planned` is what is said
-before step 1, `peak` what torch allocated.
+Work: rows of exactly 4,096 tokens, all trained, AdamW, clipping at 1.0; or packed chat rows of log-normal length (mean about 425
+tokens, cut at 4,096); or pairs of about 2,000 tokens a side for DPO. Tokens/s is per GPU and of real tokens, median over steps
+after three of warm-up; `planned` is what is said before step 1, `peak` what torch allocated.
 """
 
 import json
@@ -25,6 +25,7 @@ LORA = ["lora.rank=16", "lora.alpha=32"]
 FULL = ["lora=null", "train.learning_rate=1e-5"]
 CKPT, NONE = ["train.gradient_checkpointing=full"], ["train.gradient_checkpointing=none"]
 CHAT = ["data.packing=true"]
+DPO = ["train.objective=dpo", "data.format=preference"]
 NF4 = ["quantize.method=nf4", "quantize.double_quant=true"]
 # Shape, rows, rows of one pass on one GPU, passes of a step, keys.
 CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, str, int, int, list[str]]] = {
     ),
     "none-lora-padding-free": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "data.padding_free=true", "strategy=none"]),
     "none-lora-padded": ("llama3-8b", "chat", 4, 1, [*LORA, *CKPT, "strategy=none"]),
+    "none-dpo-ckpt": ("llama3-8b", "pairs", 2, 1, [*LORA, *CKPT, *DPO, "strategy=none"]),
     "ddp-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=ddp"]),
     "ddp-full-ckpt": ("llama3-8b", "full", 4, 1, [*FULL, *CKPT, "strategy=ddp"]),
     "fsdp-lora-ckpt": ("llama3-8b", "full", 4, 1, [*LORA, *CKPT, "strategy=fsdp"]),
@@ -72,6 +74,11 @@ def rows(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.jsonl"
     if not path.exists():
         draw = random.Random(0)
+        if kind == "pairs":  # about 2,000 tokens a side
+            keys = ("prompt", "chosen", "rejected")
+            sides = [{k: "".join(draw.choices("abcdefghij ", k=950)) for k in keys} for _ in range(64)]
+            path.write_text("\n".join(map(json.dumps, sides)))
+            return path
         if kind == "chat":
             lengths = [min(4096, max(16, int(draw.lognormvariate(5.61, 0.95)))) for _ in range(1200)]
         else:
