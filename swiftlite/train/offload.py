@@ -1,10 +1,11 @@
 """`strategy.offload: optimizer`: fp32 master weights and optimizer state in host memory, the model's own weights on the device.
 
-While the backward pass runs, each gradient shard goes down as soon as it is reduced; the optimizer works on the CPU; new weights
-go up while the next ones are computed. On a CPU the same code runs, without streams.
+While the backward pass runs, each gradient shard goes down as soon as it is reduced, and is added to its master's; the optimizer
+works on the CPU; new weights go up while the next ones are computed. On a CPU the same code runs, without streams.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class OffloadedOptimizer:
         self.masters = [nn.Parameter(_like(p, self._host(local(p), torch.float32))) for p in self.parameters]
         self._landed: list[Tensor | None] = [None] * len(self.parameters)  # gradients of one pass in their own type
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
-        self._down: set[int] = set()
+        self._adder = ThreadPoolExecutor(1, "gradients")  # one, so that sums have one order
+        self._adding: list[Future[None]] = []
         self._chunks: list[tuple[list[int], torch.optim.Optimizer]] = []
         for indices, settings in groups:
             for part in _chunks(indices, self.masters):
@@ -61,21 +63,10 @@ class OffloadedOptimizer:
         next(o for part, o in self._chunks if any(self.masters[i] is master for i in part)).state[master] = state
 
     def collect(self) -> None:
-        """To be called after each backward pass: adds the gradients that came down to those of the masters, in fp32."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        for i in self._down:
-            landed, master = self._landed[i], self.masters[i]
-            assert landed is not None
-            if master.grad is not None:
-                local(master.grad).add_(landed)
-                continue
-            if self._sums[i] is None:  # once: memory that the system has never given out before is slow to come by
-                self._sums[i] = torch.empty(landed.shape, dtype=torch.float32)
-            sums = self._sums[i]
-            assert sums is not None
-            master.grad = _like(self.parameters[i], sums.copy_(landed))
-        self._down.clear()
+        """To be called after each backward pass: waits until its gradients are with those of the masters."""
+        for adding in self._adding:
+            adding.result()
+        self._adding.clear()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -108,6 +99,7 @@ class OffloadedOptimizer:
             self._landed[i] = self._host(gradient, gradient.dtype)
         landed = self._landed[i]
         assert landed is not None
+        there = None
         if self._stream is None:
             landed.copy_(gradient)
         else:
@@ -115,8 +107,23 @@ class OffloadedOptimizer:
             with torch.cuda.stream(self._stream):
                 landed.copy_(gradient, non_blocking=True)
             gradient.record_stream(self._stream)
+            there = self._stream.record_event()
         parameter.grad = None
-        self._down.add(i)
+        self._adding.append(self._adder.submit(self._add, i, landed, there))
+
+    @torch.no_grad()
+    def _add(self, i: int, landed: Tensor, there: torch.cuda.Event | None) -> None:
+        """Adds a gradient to its master's, in fp32, as soon as it is there: the CPU has little else to do in a backward pass."""
+        if there is not None:
+            there.synchronize()
+        master = self.masters[i]
+        if master.grad is not None:
+            local(master.grad).add_(landed)
+            return
+        sums = self._sums[i]
+        if sums is None:  # once: memory that the system has never given out before is slow to come by
+            sums = self._sums[i] = torch.empty(landed.shape, dtype=torch.float32)
+        master.grad = _like(self.parameters[i], sums.copy_(landed))
 
     def _host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         copy = torch.empty(tensor.shape, dtype=dtype, pin_memory=self._cuda)

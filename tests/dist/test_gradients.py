@@ -33,6 +33,13 @@ def test_norm_and_clip_equal_torch(world: World, sharded):
         torch.testing.assert_close(whole(mine), p.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_large_tensor_has_last_counts_too(world: World, dtype):
+    large = torch.randn(2**25 + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = sum(float(part.double().square().sum()) for part in large.split(2**20)) ** 0.5
+    assert float(global_norm([large])) == pytest.approx(exact, rel=1e-6)  # torch's own norm is 0.2% short
+
+
 def test_no_gradient_has_norm_zero_and_small_ones_are_left(world):
     assert float(global_norm([])) == 0.0
     small = torch.full((4,), 0.1)
