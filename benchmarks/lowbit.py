@@ -35,10 +35,11 @@ CASES = {
     "bf16": [],
     "nf4": ["quantize.method=nf4"],
     "nf4-double": ["quantize.method=nf4", "quantize.double_quant=true"],
+    "nf4-qera": ["quantize.method=nf4", "lora.init=qera"],
     "fp8": ["quantize.method=fp8"],
 }
-TITLES = {"bf16": "bf16", "nf4": "NF4", "nf4-double": "NF4, double", "fp8": "float8"}
-COLOURS = {"bf16": "#222222", "nf4": "#c1440e", "nf4-double": "#e8a33d", "fp8": "#1f77b4"}
+TITLES = {"bf16": "bf16", "nf4": "NF4", "nf4-double": "NF4, double", "nf4-qera": "NF4, lora.init: qera", "fp8": "float8"}
+COLOURS = {"bf16": "#222222", "nf4": "#c1440e", "nf4-double": "#e8a33d", "nf4-qera": "#3a8f4d", "fp8": "#1f77b4"}
 KEYS = ["train.precision=bf16", "train.num_train_epochs=3", "log.logging_steps=1", "export.formats=[adapter,merged]"]
 # One misspelt name is wrong in all its rows: 16 people of the quickstart's held-back rows would be too few to tell by.
 PEOPLE = (

@@ -55,7 +55,7 @@ def require(model: PreTrainedModel, lora: LoraSection, targets: Sequence[str], f
             raise RecipeError(what, where="lora.rank", fix=f"Set it to {min(weight.shape)} or less, {default}")
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """An adapted linear layer: its two factors, and the module with the base weight."""
 
     name: str
@@ -78,11 +78,12 @@ class _Layer(NamedTuple):
         return float(self.a.layer.scaling[ADAPTER])
 
 
-def _layers(root: nn.Module) -> list[_Layer]:
+def adapted(root: nn.Module) -> list[Layer]:
+    """In model order, the same on all ranks."""
     places = slots(root)
     names = [key.removesuffix("lora_A.weight") for key, slot in places.items() if slot.kind == "lora_A"]
     pairs = ((n, places[f"{n}lora_A.weight"], places[f"{n}lora_B.weight"]) for n in names)
-    return [_Layer(name, a, b, a.layer.get_base_layer()) for name, a, b in pairs]
+    return [Layer(name, a, b, a.layer.get_base_layer()) for name, a, b in pairs]
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def split(root: nn.Module, lora: LoraSection, device: torch.device, saved: Saved
     Raises:
         ModelError: a base weight is not finite, or the checkpoint does not say what A and B started as.
     """
-    began, layers = time.perf_counter(), _layers(root)
+    began, layers = time.perf_counter(), adapted(root)
     device = torch.device("cpu") if device.type == "mps" else device  # which has no fp64
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     for first in range(0, len(layers), size):
@@ -113,7 +114,7 @@ def split(root: nn.Module, lora: LoraSection, device: torch.device, saved: Saved
     return f"lora.init {lora.init}: the adapters start as a part of {len(layers)} weights, taken out of them {took}"
 
 
-def _decomposed(turn: Sequence[_Layer], method: str, rank: int, size: int, device: torch.device) -> Iterator[Factors]:
+def _decomposed(turn: Sequence[Layer], method: str, rank: int, size: int, device: torch.device) -> Iterator[Factors]:
     """A [r, in] and B [out, r], fp32, of one layer a rank; the same on all ranks."""
     mine: Tensor | None = None
     for i, layer in enumerate(turn):  # gathering takes all ranks, so all of it comes before the work
@@ -125,18 +126,28 @@ def _decomposed(turn: Sequence[_Layer], method: str, rank: int, size: int, devic
         if not mine.isfinite().all():
             raise ModelError(f"the base weight of {layer.name.removesuffix('.')} holds NaN or infinity.")
         found = METHODS[method]((mine.T if layer.transposed else mine).to(device), layer.a.tensor.shape[0], layer.scale)
+    yield from share_out(turn, found, device)
+
+
+def share_out(turn: Sequence[Layer], found: Factors | None, device: torch.device) -> Iterator[Factors]:
+    """A [r, in] and B [out, r], fp32, of the layers of a turn, the same on all ranks: each is from the rank of its place.
+
+    Args:
+        found: this rank's own; None where the turn is shorter than the ranks.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for i, layer in enumerate(turn):
         if found is not None and i == rank:
             pair = tuple(t.float().contiguous() for t in found)
         else:
             pair = tuple(torch.empty(slot.tensor.shape, device=device) for slot in (layer.a, layer.b))
-        if size > 1:
+        if dist.is_initialized():
             for tensor in pair:
                 dist.broadcast(tensor, i)
         yield pair[0], pair[1]
 
 
-def _saved(turn: Sequence[_Layer], saved: Saved, device: torch.device) -> Iterator[Factors]:
+def _saved(turn: Sequence[Layer], saved: Saved, device: torch.device) -> Iterator[Factors]:
     """A and B as they started in the run of a checkpoint."""
     there = set(saved.names("initial"))
     for layer in turn:
@@ -147,7 +158,7 @@ def _saved(turn: Sequence[_Layer], saved: Saved, device: torch.device) -> Iterat
         yield a, b
 
 
-def _take_out(layer: _Layer, a: Tensor, b: Tensor) -> None:
+def _take_out(layer: Layer, a: Tensor, b: Tensor) -> None:
     """Sets the adapter to A and B, and the base weight to W - scale * B A, which is rounded once, to the weight's type."""
     # Adapters may be kept in fp32 and compute in the weight's type. What that rounds off the start goes into the rest.
     a, b = a.to(layer.weight.dtype), b.to(layer.weight.dtype)

@@ -95,6 +95,8 @@ def adopt(loaded: Loaded, files: ModelFiles) -> tuple[Loaded, list[str]]:
         raise RecipeError(f"{given.double_quant} contradicts it: {held}", where="quantize.double_quant", fix=fix)
     section = found if given is None else given.model_copy(update={"double_quant": found.double_quant})
     recipe = loaded.recipe.model_copy(update={"quantize": section})
+    if recipe.lora and recipe.lora.init == "qera":
+        raise RecipeError(f"{held}, and nothing that 'qera' could give back", where="lora.init", fix="Use init: default.")
     for key, what, change in packed_faults(recipe):
         raise RecipeError(f"{held}: {what}", where=key, fix=change)
     origins = loaded.origins | ({} if given else {"quantize": "derived: the model's files"})

@@ -37,8 +37,8 @@ class Dpo:
         for key in ("label_smoothing_factor", "router_aux_loss_coef"):
             if getattr(recipe.train, key):
                 raise RecipeError("the objective dpo has no place for it.", where=f"train.{key}", fix="Remove it.")
-        # Adapters that were split off the base leave less than p0 when they are taken away.
-        keeps = recipe.lora is None or recipe.model.adapter is not None or recipe.lora.splits
+        # Without adapters that were split off the base, or that give back what packing took, the model is not p0.
+        keeps = recipe.lora is None or recipe.model.adapter is not None or not recipe.lora.starts_at_base
         if keeps and recipe.data.streaming:
             what = "dpo compares with the model at the start, asked of all pairs before step 1 unless a new adapter is trained."
             fix = "Use a lora section with lora.init: default and without model.adapter, or do not stream."

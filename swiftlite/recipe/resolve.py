@@ -223,7 +223,9 @@ def _check_method(draft: _Draft) -> None:
         draft.fault(key, what, fix)
     if recipe.quantize and recipe.quantize.double_quant and recipe.quantize.method != "nf4":
         draft.fault("quantize.double_quant", "fp8 has one scale a row, which is not worth packing.", "Remove it.")
-    if recipe.lora and recipe.lora.splits and recipe.model.adapter:
+    if recipe.lora and recipe.lora.init == "qera" and not recipe.quantize:
+        draft.fault("lora.init", "'qera' gives back what packing took, and nothing is packed.", "Add `quantize: nf4`.")
+    if recipe.lora and not recipe.lora.starts_at_base and recipe.model.adapter:
         what = f"'{recipe.lora.init}' begins a new adapter, and model.adapter goes on from one."
         draft.fault("lora.init", what, "Keep one of them.")
     if recipe.train.objective == "dpo":

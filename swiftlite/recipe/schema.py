@@ -108,9 +108,10 @@ class LoraSection(Section):
         False,
         description="Adapt routed experts too; each pass makes a changed copy of them, and vLLM loads no such adapter.",
     )
-    init: Literal["default", "gaussian", "pissa", "olora"] = Field(
+    init: Literal["default", "gaussian", "pissa", "olora", "qera"] = Field(
         "default",
-        description="How adapters start: with an update of zero, or (pissa, olora) as a part of the base that is taken out.",
+        description="How adapters start: with an update of zero; pissa, olora: as a part of the base that is taken out; qera: "
+        "giving back what quantize took.",
     )
     lr_ratio: PositiveFloat = Field(1.0, description="LoRA+: the B matrices learn this many times as fast as the A matrices.")
 
@@ -118,6 +119,11 @@ class LoraSection(Section):
     def splits(self) -> bool:
         """Whether the base's weights are split into adapter and rest."""
         return self.init in ("pissa", "olora")
+
+    @property
+    def starts_at_base(self) -> bool:
+        """Whether the model without its new adapters is the one that training starts from."""
+        return self.init in ("default", "gaussian")
 
 
 class QuantizeSection(Section):

@@ -20,11 +20,11 @@ from swiftlite.dist.checkpoint import Saved, Saving
 from swiftlite.dist.launch import is_worker
 from swiftlite.export import adapter
 from swiftlite.export.trained import Trained
-from swiftlite.models import fp8_gap
+from swiftlite.models import fp8_gap, qera
 from swiftlite.models.adapter_files import adapter_state
 from swiftlite.models.blocks import unwrap_blocks
 from swiftlite.models.build import build
-from swiftlite.models.files import identity
+from swiftlite.models.files import identity, open_weights
 from swiftlite.objectives.protocol import Objective
 from swiftlite.recipe.errors import RecipeError
 from swiftlite.recipe.writing import dump_yaml
@@ -86,6 +86,8 @@ class Run:
         first = torch.tensor([plan.train.samples[0].input_ids[: fp8_gap.TOKENS]], device=plan.device)
         if (gap := fp8_gap.note(self.root, self.built.family.inputs({"input_ids": first}))) is not None:
             self.built.notes.append(gap)
+        if self.recipe.lora and self.recipe.lora.init == "qera":
+            self._give_back()
         lr_ratio = self.recipe.lora.lr_ratio if self.recipe.lora else 1.0
         self.optimizer = make_optimizer(self.root, self.recipe.train, self.recipe.strategy.offload, lr_ratio)
         self.masters = masters(self.root, self.optimizer)
@@ -104,6 +106,14 @@ class Run:
         self._groups: Prefetcher | None = None
         self._restart_window()
         self._flops, self._peak = flops_per_token(self.root), peak_flops(plan.device)
+
+    def _give_back(self) -> None:
+        """Starts the adapters with what packing took. A checkpoint holds them, but not what preferences are compared with."""
+        if self._found is not None and not getattr(self.objective, "keeps_reference", False):
+            return
+        rows = qera.sample(self.plan.train.samples)
+        batches = [self.built.family.inputs({"input_ids": torch.tensor([row], device=self.plan.device)}) for row in rows]
+        self.built.notes.append(qera.start(self.root, batches, open_weights(self.plan.files), self.plan.device))
 
     @property
     def checkpoints(self) -> Path:

@@ -6,6 +6,7 @@ from torch import nn
 
 from swiftlite.dist.world import leave
 from swiftlite.models import fp8, nf4, packed
+from swiftlite.models.adapter_files import slots
 from swiftlite.models.packed import PackedLinear, Stored, stored_weights
 from swiftlite.recipe.schema import QuantizeSection
 from tests.models.test_packed import DOUBLE, EXPERTS, FP8, LORA, NF4, carriers, made, seen_in_a_step, started
@@ -186,6 +187,23 @@ def test_a_run_learns_as_on_a_cpu(tmp_path, kind, quantize, compiled):
         found.append(losses(train(recipe(tmp_path, rows=token_rows([30] * 8), kind=kind, **given))))
         leave()
     assert found[1] == pytest.approx(found[0], rel=0.02) and found[1][-1] < found[1][0]
+
+
+@pytest.mark.parametrize("offload", ["none", "params"])
+@pytest.mark.parametrize("quantize", [DOUBLE, FP8], ids=["double", "fp8"])
+def test_adapters_give_back_as_on_a_cpu(tmp_path, quantize, offload):
+    updates = []
+    for device in ("cpu", "cuda"):
+        keys = {
+            "train": {"device": device, "precision": "bf16", "torch_compile": device == "cuda"},
+            "lora": {**LORA, "init": "qera"},
+        }
+        run = started(made(tmp_path, quantize, {"name": "none", "offload": offload}, **keys))
+        factors = {key: slot.tensor.detach().cpu() for key, slot in slots(run.root).items()}
+        updates.append([factors[key.replace("lora_A", "lora_B")] @ a for key, a in factors.items() if "lora_A" in key])
+        leave()
+    gaps = [float((b - a).norm() / a.norm()) for a, b in zip(*updates, strict=True)]
+    assert max(gaps) < 0.1, gaps
 
 
 def test_the_kernel_is_the_way_taken(monkeypatch):

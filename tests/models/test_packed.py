@@ -39,7 +39,8 @@ def no_group_left():
 def made(path, quantize, strategy="none", kind="LLAMA", sizes=EVEN, **sections):
     model_folder(path, kind, **sizes)
     sections["train"] = {"global_batch_size": 8, "per_device_train_batch_size": 2, **sections.get("train", {})}
-    return recipe(path, rows=token_rows(LENGTHS), kind=kind, lora=LORA, quantize=quantize, strategy=strategy, **sections)
+    sections = {"lora": LORA, **sections}
+    return recipe(path, rows=token_rows(LENGTHS), kind=kind, quantize=quantize, strategy=strategy, **sections)
 
 
 def started(loaded) -> Run:

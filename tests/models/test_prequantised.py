@@ -322,6 +322,7 @@ ASKED = [
     ),
     ({"lora": {"rank": 4, "use_dora": True}}, f"lora.use_dora: {HELD}: DoRA reads the base weights in every step"),
     ({"lora": {"rank": 4, "init": "pissa"}}, f"lora.init: {HELD}: a packed base cannot give up what pissa takes out of it."),
+    ({"quantize": "nf4", "lora": {"rank": 4, "init": "qera"}}, f"lora.init: {HELD}, and nothing that 'qera' could give back."),
 ]
 
 
