@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from swiftlite.dist.tensors import whole
 from swiftlite.dist.world import leave
 from swiftlite.models import fp8, nf4, packed
 from swiftlite.models.adapter_files import slots
@@ -199,7 +200,7 @@ def test_adapters_give_back_as_on_a_cpu(tmp_path, quantize, offload):
             "lora": {**LORA, "init": "qera"},
         }
         run = started(made(tmp_path, quantize, {"name": "none", "offload": offload}, **keys))
-        factors = {key: slot.tensor.detach().cpu() for key, slot in slots(run.root).items()}
+        factors = {key: whole(slot.tensor).float().cpu() for key, slot in slots(run.root).items()}
         updates.append([factors[key.replace("lora_A", "lora_B")] @ a for key, a in factors.items() if "lora_A" in key])
         leave()
     gaps = [float((b - a).norm() / a.norm()) for a, b in zip(*updates, strict=True)]
