@@ -19,7 +19,7 @@ from swiftlite.dist import checkpoint
 from swiftlite.dist.launch import ranks
 from swiftlite.dist.strategies import Strategy
 from swiftlite.dist.world import pick_device
-from swiftlite.models import prequantised
+from swiftlite.models import prequantised, qera
 from swiftlite.models.build import Precision, load_config
 from swiftlite.models.sources import ModelFiles, resolve_model
 from swiftlite.models.tokenizer import load_tokenizer, new_rows, pad_id
@@ -32,8 +32,8 @@ from swiftlite.recipe.plugins import install
 from swiftlite.recipe.schema import Recipe
 from swiftlite.train.schedule import Schedule
 
-# Of a stream these are shown, and exports are compared on them.
-FIRST_ROWS = 4
+# Of a stream: some of these are shown, exports are compared on some, and lora.init: qera begins with them.
+FIRST_ROWS = qera.ROWS
 
 
 @dataclass

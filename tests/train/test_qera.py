@@ -120,6 +120,24 @@ def test_what_is_not_packed_starts_as_ever(tmp_path):
     assert same == {key for key in found[0]["factors"] if ".layers.0." in key}
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train": {"gradient_checkpointing": "full", "activation_offload": True}},
+        {"train": {"gradient_checkpointing": "selective", "torch_compile": True}},
+        {"data": {"packing": True, "max_length": 64}, "train": {"global_batch_size": 2, "per_device_train_batch_size": 2}},
+        {"data": {"streaming": True}, "train": {"max_steps": 3}},
+    ],
+    ids=str,
+)
+def test_how_blocks_and_rows_are_run_changes_nothing(tmp_path, keys):
+    expected = start_of(made(tmp_path, NF4, lora=QERA))["factors"]
+    leave()
+    found = start_of(made(tmp_path, NF4, lora=QERA, **keys))["factors"]
+    for key, factor in expected.items():
+        torch.testing.assert_close(found[key], factor, rtol=0, atol=1e-5 * float(factor.abs().max()))
+
+
 LAYOUTS = [
     (2, "fsdp", {}),
     (2, "ddp", {}),
