@@ -42,7 +42,7 @@ class OffloadedOptimizer:
         self._landed: list[Tensor | None] = [None] * len(self.parameters)  # gradients of one pass in their own type
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._adder = ThreadPoolExecutor(1, "gradients")  # one, so that sums have one order
-        self._adding: list[Future[None]] = []
+        self._adding: dict[int, Future[None]] = {}
         self._chunks: list[tuple[list[int], torch.optim.Optimizer]] = []
         for indices, settings in groups:
             for part in _chunks(indices, self.masters):
@@ -64,7 +64,7 @@ class OffloadedOptimizer:
 
     def collect(self) -> None:
         """To be called after each backward pass: waits until its gradients are with those of the masters."""
-        for adding in self._adding:
+        for adding in self._adding.values():
             adding.result()
         self._adding.clear()
 
@@ -94,6 +94,8 @@ class OffloadedOptimizer:
         """Starts a gradient's way down; FSDP2 calls this on the stream that reduced it."""
         parameter = self.parameters[i]
         assert parameter.grad is not None
+        if (earlier := self._adding.pop(i, None)) is not None:  # of the same pass: it still needs the memory that this lands in
+            earlier.result()
         gradient = local(parameter.grad)
         if self._landed[i] is None:
             self._landed[i] = self._host(gradient, gradient.dtype)
@@ -109,7 +111,7 @@ class OffloadedOptimizer:
             gradient.record_stream(self._stream)
             there = self._stream.record_event()
         parameter.grad = None
-        self._adding.append(self._adder.submit(self._add, i, landed, there))
+        self._adding[i] = self._adder.submit(self._add, i, landed, there)
 
     @torch.no_grad()
     def _add(self, i: int, landed: Tensor, there: torch.cuda.Event | None) -> None:
