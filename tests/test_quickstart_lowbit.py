@@ -62,13 +62,13 @@ def result(case: str, exact: float, **given: object) -> dict:
 
 
 def test_a_case_that_falls_behind_fails(tmp_path, monkeypatch, capsys):
-    scores = {"bf16": 0.95, "nf4": 0.93, "nf4-double": 0.92, "fp8": 0.96}
+    scores = {"bf16": 0.95, "nf4": 0.93, "nf4-double": 0.92, "nf4-qera": 0.94, "fp8": 0.96}
     on_files = dict.fromkeys(scores, 0.94)
     monkeypatch.setattr(lowbit, "run", lambda case, *_: result(case, scores[case], exact_match_adapter_on_files=on_files[case]))
     monkeypatch.setattr(sys, "argv", ["lowbit.py", str(tmp_path)])
     assert lowbit.main() == 0
     shown = capsys.readouterr().out
-    assert shown.count("\n| ") == 4 and "| NF4 | 3.00, 0.0200 | 0.930 | 0.930 | 0.940 | 0.5, 0.1, 90.0% |" in shown
+    assert shown.count("\n| ") == 5 and "| NF4 | 3.00, 0.0200 | 0.930 | 0.930 | 0.940 | 0.5, 0.1, 90.0% |" in shown
     scores["nf4"] = 0.91
     assert lowbit.main() == 1  # however good the adapter is on the files' weights: they are not what is merged onto
     assert "NF4 is 0.040 behind bf16 merged, and 0.000 on the files' weights; 1 seed." in capsys.readouterr().out
